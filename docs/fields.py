@@ -1,7 +1,8 @@
-"""Docstrings that explain fields line by line, as lists in the API reference.
+"""Fields in the API reference: lists of fields from docstrings, tables of declared options.
 
-A docstring of ours says what its fields or arguments are in lines such as ``keys, values: (T, G,
-D)``, with what goes on indented below. Markdown would run those lines together.
+A docstring of ours describes its fields or arguments in lines such as ``keys, values: (T, G, D)``,
+continued below with an indent. Markdown would join those lines. Options describe themselves, see
+`samkv_integrations.option.Option`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import re
 from typing import Any
 
 import griffe
+
+from samkv_integrations.engine import options
+from samkv_integrations.model.sampling import DECLARED
+from samkv_integrations.option import Declared, declared
 
 FIELD = re.compile(r"((?:[a-z]\w*)(?:, [a-z]\w*)*): (?=\S)")
 SECTION = re.compile(r"[A-Z][a-z]+:$")
@@ -22,7 +27,22 @@ class Fields(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:  # noqa: ANN401
         """Rewrite the docstring of ``obj``, if it has one."""
         if obj.docstring is not None:
-            obj.docstring.value = as_list(obj.docstring.value)
+            obj.docstring.value = as_list(obj.docstring.value) + table_of(obj.path)
+
+
+def table_of(path: str) -> str:
+    """The table of the options that the class at ``path`` declares; empty for other objects."""
+    module, _, name = path.rpartition(".")
+    if path == "samkv_integrations.model.sampling.SamplingOptions":
+        found: Declared = DECLARED
+    elif module == options.__name__ and name.endswith("Options"):
+        found = declared(getattr(options, name))
+    else:
+        return ""
+    lines = ["", "", "| option | default | |", "| --- | --- | --- |"]
+    for called, (_, option) in found.items():
+        lines.append(f"| `{called}` | `{option.default!r}` | {option.sentence} |")
+    return "\n".join(lines)
 
 
 def as_list(docstring: str) -> str:

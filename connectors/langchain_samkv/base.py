@@ -1,4 +1,4 @@
-"""What the chat model and the LLM of plain strings have in common: options, and an engine."""
+"""What the chat model and the LLM of plain strings share: arguments, and options of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +17,7 @@ from pydantic import ConfigDict, Field, SecretStr
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
-from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.frameworks.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
 from samkv_integrations.frameworks.local_llm import (
     CALL_KWARGS,
     DEFAULT_MAX_NEW_TOKENS,
@@ -31,6 +30,7 @@ from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.sampling import check_option
 
 PROVIDER = "samkv"
+_NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
 # What other providers take in a call -> what to do instead.
@@ -43,14 +43,14 @@ _INSTEAD = {
 }  # fmt: skip
 
 
-class LocalModel(LocalLLM, BaseLanguageModel[Any]):
+class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     """A model on this machine that answers from the KV caches of the chunks in its prompt.
 
     Arguments are the fields of this class and of `LocalLLM`, and those of every LangChain model:
     ``cache``, ``callbacks``, ``tags``, ``metadata``, ... ``model_name``, ``max_new_tokens`` and
-    ``stop_sequences`` are other names of ``model``, ``max_tokens`` and ``stop``. What is for
-    loading a model is not kept. Every call takes how tokens are drawn, max_tokens, stop and
-    timeout again; they win.
+    ``stop_sequences`` are other names of ``model``, ``max_tokens`` and ``stop``. Arguments that
+    only load the model are not kept. A call may override the options of sampling, max_tokens, stop
+    and timeout.
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
@@ -69,37 +69,20 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
         model_name: str = Field(default="", alias="model")
         """A hub id, a local folder, a GGUF file, ``"smollm2"`` or ``"builtin"``."""
         api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
-        """Accepted so that arguments of other models fit: nothing here needs one."""
+        """Accepted for compatibility: nothing here needs a key."""
 
         model = property(attrgetter("model_name"), doc="`model_name`.")
         max_new_tokens = property(attrgetter("max_tokens"), doc="`max_tokens`.")
         stop_sequences = property(attrgetter("stop"), doc="`stop`.")
 
-    model_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
-    """Passed on to ``from_pretrained`` of the model: ``revision``, ``token``, ``cache_dir``,
-    ``local_files_only`` and so on."""
-    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, exclude=True, repr=False)
-    """Passed on to ``from_pretrained`` of the tokenizer."""
-    temperature: float | None = None
-    """0, the default, takes the likeliest token; with None ``do_sample=True`` makes it 1."""
-    top_p: float | None = None
-    """The likeliest tokens that have this much of the probability together stay in the draw."""
-    top_k: int | None = None
-    """How many of the likeliest tokens stay in the draw; 0 for all."""
-    min_p: float | None = None
-    """Tokens of at least this share of the likeliest one's probability stay in the draw."""
-    repetition_penalty: float | None = None
-    """Above 1 makes tokens of prompt and answer less likely; None for the generation config's."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
     do_sample: bool | None = None
-    """Whether tokens are drawn; None if there is a temperature."""
+    """Whether tokens are sampled, at temperature 1 unless one is given; None: if one is given."""
     max_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     """Most tokens of an answer."""
     stop: list[str] | str | None = None
     """Strings that end an answer and are no part of it."""
     max_retries: int | None = Field(default=None, ge=0)
-    """Accepted so that arguments of other models fit: no failure here is mended by a second try."""
+    """Accepted for compatibility: no error here goes away by a second try."""
 
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +96,8 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
 
     def _attach(self) -> None:
         super()._attach()
-        # LangChain makes an LLM again from its fields, and has an engine then: what only loading
-        # needs would contradict it. Nor shall a token be kept.
+        # LangChain copies an LLM by its fields, the engine among them, which arguments that load a
+        # model contradict. A token must not be kept either.
         self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
         assert self.max_tokens is not None  # `_check` has seen to it
         self._require_room(self.engine.model.context_window, max_tokens=self.max_tokens)
@@ -165,7 +148,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
 
         Raises InvalidOption for what engines are made of: copies of an LLM share one.
         """
-        of_engine = {field.name for field in fields(ModelSource)}
+        of_engine = {*EngineFields.model_fields, "model", "tokenizer", "engine"}
         for name in sorted(kwargs.keys() & of_engine):
             raise InvalidOption(
                 f"configurable_fields({name}=...): copies of an LLM share its engine, so {name} "
@@ -177,9 +160,8 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """All that an answer depends on: caches of answers are keyed with it."""
-        always = self._always
-        always.pop("timeout", None)
+        """Everything that an answer depends on: the key of caches of answers."""
+        always = {name: value for name, value in self._always.items() if name != "timeout"}
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}
         engine, model = self.engine, self.engine.model
@@ -192,7 +174,7 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
             "method": _written(engine.method if self.method is None else get_method(self.method)),
             "eviction": _written(engine.eviction if self.eviction is None else self.eviction),
             "match_text": self.match_text,
-            "on_miss": self.on_miss,
+            **{name: getattr(self, name) for name in OWN_ANSWER_OPTIONS if name not in _NO_KEYS},
             "max_tokens": self.max_tokens or DEFAULT_MAX_NEW_TOKENS,
             "end_ids": sorted(model.end_ids(self.stopping_ids)),
             **always,
@@ -250,9 +232,9 @@ class LocalModel(LocalLLM, BaseLanguageModel[Any]):
 
 
 def _written(part: str | Method | Eviction | None) -> str:
-    """What `repr` says, without where functions lie in memory: that is new in every process.
+    """The `repr` without the addresses of functions, which differ between processes.
 
-    One that has no name of its own, such as a lambda, is known by nothing else, and keeps it.
+    A lambda keeps its address, as nothing else tells it from others.
     """
     return re.sub(r"<function ([\w.]+) at 0x\w+>", r"\1", repr(part))
 

@@ -34,7 +34,7 @@ from pydantic import BaseModel
 from langchain_samkv.base import LocalModel
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.frameworks.local_llm import (
+from samkv_integrations.frameworks.tool_calls import (
     ShownText,
     ToolCall,
     ToolUse,
@@ -47,16 +47,16 @@ _METHODS = ("json_schema", "json_mode", "function_calling")
 
 
 class ChatSamKV(LocalModel, BaseChatModel):
-    r"""A local chat model that answers from the KV caches of the chunks in its messages.
+    r"""A local chat model that reuses the KV caches of the chunks in its messages.
 
-    Messages go through the model's own chat template. Texts of cached chunks in them are answered
-    from their caches, and so are handles. Everything else is computed as usual.
+    Messages go through the model's own chat template. Texts of cached chunks and handles in them
+    are loaded from their caches. Everything else is computed as usual.
 
-    Arguments are those of `LocalModel`, and ``streaming``, which LangChain reads: True has answers
-    of ``invoke`` streamed to callbacks, False never streams.
+    Arguments are those of `LocalModel`, and ``streaming``, which LangChain reads: with True
+    ``invoke`` streams answers to callbacks, with False nothing streams.
 
-    ``response_metadata["samkv"]`` of a message, ``generation_info["samkv"]`` in a callback, or
-    `last_report`, says what the answer cost.
+    ``response_metadata["samkv"]`` of a message, ``generation_info["samkv"]`` in a callback, and
+    `last_report` hold the report of the answer.
 
     Instantiate:
         ```python
@@ -166,7 +166,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         yield chunk
 
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
-        """What was held back, calls of tools included, and the figures, which LangChain adds up."""
+        """The text that was held back, the calls of tools, and the token counts."""
         (rest, found), metadata, report = shown.rest(), self._metadata(answer), answer.report
         calls = list[ToolCallChunk]()
         for call in found.calls:
@@ -200,15 +200,14 @@ class ChatSamKV(LocalModel, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with tools, which its chat template describes to it.
 
-        Calls are in ``tool_calls`` of the answer, and what cannot be read as one in
-        ``invalid_tool_calls``.
+        Calls are in ``tool_calls`` of the answer, or in ``invalid_tool_calls`` if they cannot be
+        parsed.
 
-        tool_choice: None or ``auto`` lets the model choose; ``any``, or a tool's name, holds the
-            answer to one call, its arguments to the tool's schema; ``none`` for no tools.
-        strict: as for OpenAI's models, whether a tool's schema is closed.
+        tool_choice: None or ``auto`` lets the model choose; ``any``, or a tool's name, makes the
+            answer one call whose arguments conform to the tool's schema; ``none`` for no tools.
+        strict: whether a tool's schema is closed, as for OpenAI's models.
 
-        Raises InvalidOption if the chat template takes no tools, or has calls written in a form
-        that is not read here.
+        Raises InvalidOption if the chat template takes no tools, or writes calls in another form.
         """
         described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         ToolUse.of(self.engine.model, described, None if tool_choice == "none" else tool_choice)
@@ -225,20 +224,20 @@ class ChatSamKV(LocalModel, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """Answers as objects of ``schema``: a pydantic class, a TypedDict, or a JSON schema.
 
-        The prompt stays as it is, so say in it what is wanted.
+        The prompt does not change: describe the object in it.
 
-        method: ``json_schema`` rules out tokens that would break the schema; ``json_mode`` those
-            that would break JSON, and the object may have any form. ``function_calling`` binds the
-            schema as a tool that must be called, if the chat template takes tools.
-        include_raw: gives ``raw``, ``parsed`` and ``parsing_error`` in place of an error.
-        strict: accepted so that arguments of other models fit; ``json_schema`` always is.
+        method: ``json_schema`` rules out tokens that violate the schema; ``json_mode`` tokens that
+            are not JSON, and allows any object. ``function_calling`` binds the schema as a tool
+            that must be called, if the chat template takes tools.
+        include_raw: whether to return ``raw``, ``parsed`` and ``parsing_error``, and raise nothing.
+        strict: accepted for compatibility; ``json_schema`` is always strict.
 
         Raises:
-            UnknownOption: there is no such argument.
-            InvalidOption: the schema is none, or asks for what cannot be decided token by token;
-                with the first answer.
-            MissingExtra: llguidance is not installed; with the first answer.
-            OutputParserException: of an answer that was cut at max_tokens.
+            UnknownOption: an argument does not exist.
+            InvalidOption: the schema is invalid, or cannot be decided token by token. Raised by the
+                first answer.
+            MissingExtra: llguidance is not installed. Raised by the first answer.
+            OutputParserException: the answer was cut at max_tokens.
         """
         for name in kwargs:
             known = ("schema", "method", "include_raw", "strict")
@@ -260,13 +259,13 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "u
 _CALL_BLOCKS = ("tool_use", "tool_call", "invalid_tool_call", "function_call")
 
 _REASONING = ("reasoning", "reasoning_content", "thinking", "redacted_thinking")
-"""Blocks that hold what led to an earlier answer: left out, as templates of such models do."""
+"""Types of blocks with the reasoning of an earlier answer, which chat templates omit too."""
 
 
 def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Messages for a chat template, neighbours of one role as one.
+    """Messages as turns for a chat template; adjacent ones of the same role are joined.
 
-    Raises InvalidOption for what a model that reads text cannot be told.
+    Raises InvalidOption for a message that is not text.
     """
     if not messages:
         raise InvalidOption("the list of messages is empty; give at least one, from the user")
@@ -288,7 +287,7 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
                 f"a message holds a block of type {block.get('type')!r}; this model reads text "
                 "only, leave it out"
             )
-    text = "\n".join(texts)  # a chunk that was glued to the next text would not be found
+    text = "\n".join(texts)  # without a line break the tokens of a chunk could merge with others
     if isinstance(message, ToolMessage):
         return of_result(text, message.tool_call_id, message.name)
     if isinstance(message, AIMessage):
@@ -296,7 +295,7 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
             raise InvalidOption(
                 "a message holds a function_call of OpenAI's first interface; give tool_calls"
             )
-        # what nobody could read as a call is what the model has written
+        # a call that could not be parsed stays as the model wrote it
         written = [text, *(call["args"] or "" for call in message.invalid_tool_calls)]
         calls = (
             ToolCall(each["name"], each["args"], each["id"] or "") for each in message.tool_calls
@@ -318,13 +317,13 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
 
 
 class _WholeJson(JsonOutputParser):
-    """JSON that is complete: LangChain's parser would close the brackets of one that was cut.
+    """Parses complete JSON only; LangChain's parser closes the brackets of a cut answer.
 
-    Raises OutputParserException for an answer that ended at max_tokens.
+    Raises OutputParserException for an answer that was cut at max_tokens.
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:  # noqa: ANN401
-        """The object; with ``partial``, what there is of it while the answer goes on."""
+        """The object; with ``partial``, as much of it as has been answered."""
         if isinstance(result[0], ChatGeneration):
             metadata = result[0].message.response_metadata
             if metadata.get("finish_reason") == "length":
@@ -345,7 +344,7 @@ _OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec
 
 
 def _json_schema_of(schema: dict[str, Any] | type) -> dict[str, Any]:
-    """The JSON schema of a class, or of a tool as providers describe them; another dict is one."""
+    """The JSON schema of a class, or of a tool in a provider's form; other dicts are schemas."""
     if isinstance(schema, dict) and not any(name in schema for name in _OF_A_TOOL):
         return schema
     if isinstance(schema, type) and issubclass(schema, BaseModel):
@@ -354,7 +353,7 @@ def _json_schema_of(schema: dict[str, Any] | type) -> dict[str, Any]:
 
 
 def _parser_of(schema: dict[str, Any] | type) -> _WholeJson:
-    """What reads the answer: objects of a pydantic class, dicts for anything else."""
+    """The parser of answers: objects of a pydantic class, else dicts."""
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         return _WholeObject(pydantic_object=schema)
     return _WholeJson()
@@ -363,7 +362,7 @@ def _parser_of(schema: dict[str, Any] | type) -> _WholeJson:
 def _parsed(
     llm: Runnable[Any, Any], parser: Runnable[Any, Any], include_raw: bool
 ) -> Runnable[Any, Any]:
-    """The chain of both; with include_raw ``raw``, ``parsed`` and ``parsing_error``."""
+    """The model and the parser; with include_raw ``raw``, ``parsed`` and ``parsing_error``."""
     if not include_raw:
         return llm | parser
     read = RunnablePassthrough.assign(

@@ -1,4 +1,4 @@
-"""Documents on their way in and out: cached before they are indexed, announced when retrieved."""
+"""Documents: cache them before they are indexed, announce them after retrieval."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from samkv_integrations.prompt.resolve import OnMiss
 Mode = Literal["text", "metadata", "replace"]
 
 HANDLE_FIELD = "samkv"
-"""Field of a document's metadata that a prompt may hold in place of its text."""
+"""Metadata field with the handle that a prompt may hold in place of the text."""
 TEXT_FIELD = "samkv_text"
-"""Field that keeps the text of a document whose `page_content` is a handle."""
+"""Metadata field with the text of a document whose `page_content` is a handle."""
 
 
 class SamKVDocumentTransformer(BaseDocumentTransformer):
-    """Caches the text of every document, whatever they are indexed in then.
+    """Caches the text of every document, for any vector store but `SamKVChroma`.
 
-    Place it after the text splitter: `SamKVChroma` needs none, every other vector store does.
-    Documents are never changed, and those without text are left alone. Doing it twice computes
-    nothing twice.
+    Place it after the text splitter. Documents stay as they are, and those without text have no
+    cache. A second call computes nothing.
 
     Args:
         llm, engine: what caches, one of the two.
@@ -74,7 +73,7 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         """Cache the documents' texts; returns the documents.
 
         Raises:
-            InvalidOption: what a document holds is no text.
+            InvalidOption: the content of a document is no text.
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the store cannot be written.
         """
@@ -85,41 +84,39 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         return list(documents)
 
     async def atransform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
-        """Like `transform_documents`, for a task; it holds no thread that others wait for."""
+        """Like `transform_documents`, off the event loop."""
         return await off_loop(self.transform_documents, documents)
 
 
 class SamKVDocumentCompressor(BaseDocumentCompressor):
-    """Tells the engine which documents a prompt is about to hold, and how they stand in it.
+    """Announces retrieved documents to the engine, and decides how prompts hold them.
 
     Place it last after retrieval, as ``base_compressor`` of a `ContextualCompressionRetriever`, at
     the end of a `DocumentCompressorPipeline`, or in a chain: ``retriever |
-    compressor.compress_documents | format_docs``. The caches begin to be read from disk while the
-    prompt is built, and a document without a cache is counted as a miss in the report.
+    compressor.compress_documents | format_docs``. The engine reads the caches while the prompt is
+    built, and counts a document without a cache as a miss in the report.
 
-    What becomes of the documents, of which none is ever dropped or changed in place:
+    No document is dropped or changed in place. The modes:
 
-    - ``text``: nothing. Prompts hold their texts, which `ChatSamKV` and `SamKV` find again. Right
-      for nearly all chains.
-    - ``metadata``: a copy with the handle in ``metadata["samkv"]``, and the text where it was, for
-      sources and whoever reads them. A chain asks for handles: `format_docs` with
-      ``handles=True``, or a document prompt ``PromptTemplate.from_template("{samkv}")``. For
-      documents of less than 24 characters, which are not found by their text, and templates that
-      would change a text.
-    - ``replace``: a copy whose ``page_content`` is the handle; the text is in
-      ``metadata["samkv_text"]``. For chains that cannot be told what to take from a document. All
-      that shows sources then shows handles.
+    - ``text``: documents stay as they are. `ChatSamKV` and `SamKV` find their texts in prompts.
+      Suits nearly all chains.
+    - ``metadata``: copies with the handle in ``metadata["samkv"]``, and the text unchanged. A chain
+      takes the handles by `format_docs` with ``handles=True``, or by a document prompt
+      ``PromptTemplate.from_template("{samkv}")``. For documents of less than 24 characters, which
+      are not found by their text, and for templates that change texts.
+    - ``replace``: copies whose ``page_content`` is the handle; the text is in
+      ``metadata["samkv_text"]``. For chains that always use ``page_content``. Sources then show
+      handles.
 
-    A document without a cache keeps its text in all three. A handle is made anew each time that the
-    document is retrieved, and stands for it for an hour, to the engine that it was made for. To
-    anything else it is noise, and traces and memories that hold a prompt hold handles too: use them
-    where you control the chain, and keep them out of what is shown to users.
+    A document without a cache keeps its text in all modes. Each retrieval makes a new handle. It is
+    valid for an hour, in the engine that made it. Other models see it as noise, and traces and
+    memories store it: use handles where you control the chain, and do not show them to users.
 
     Args:
         llm, engine: whose caches to use, one of the two.
         mode: ``text``, ``metadata`` or ``replace``.
-        on_miss: what to do for a document whose text is not cached: ``text`` (it stays text),
-            ``compute`` (cached now), ``error`` (raises ChunkNotCached).
+        on_miss: for a document without a cache: ``text`` (leave it as text), ``compute`` (cache it
+            now) or ``error`` (raise ChunkNotCached).
 
     Instantiate:
         ```python
@@ -173,12 +170,12 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
     ) -> Sequence[Document]:
         """Announce the documents; returns as many, in the same order.
 
-        query, callbacks: what LangChain hands to every compressor; of no use here.
+        query, callbacks: LangChain passes them to every compressor; ignored.
 
         Raises:
             ChunkNotCached: a text has no cache and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
-            InvalidOption: what a document holds is no text.
+            InvalidOption: the content of a document is no text.
         """
         engine = self._engine.engine
         texts = [self._text(document) for document in documents]
@@ -199,11 +196,11 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
         query: str = "",
         callbacks: Callbacks | None = None,
     ) -> Sequence[Document]:
-        """Like `compress_documents`, for a task; it holds no thread that others wait for."""
+        """Like `compress_documents`, off the event loop."""
         return await off_loop(self.compress_documents, documents, query, callbacks)
 
     def _text(self, document: Document) -> str:
-        """The text of a document, which may have been replaced by its handle before."""
+        """The text of a document, also if its handle has replaced it."""
         text, content = document.metadata.get(TEXT_FIELD), _content(document)
         return text if isinstance(text, str) and is_handle(content) else content
 
@@ -221,11 +218,11 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
 def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:
     """The documents as one text, for a prompt: ``retriever | format_docs``.
 
-    handles: whether to take ``metadata["samkv"]`` in place of the text where there is one, as
+    handles: whether to use ``metadata["samkv"]``, if present, in place of the text, as
         `SamKVDocumentCompressor` with ``mode="metadata"`` writes it; in a chain,
         ``partial(format_docs, handles=True)``.
 
-    Raises InvalidOption if what a document holds is no text.
+    Raises InvalidOption if the content of a document is no text.
     """
     shown = []
     for document in documents:
@@ -235,7 +232,7 @@ def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:
 
 
 def _content(document: Document) -> str:
-    """The text of a document. LangChain checks what a document is made with, and nothing later."""
+    """The text of a document, which LangChain checks when it is made, but not later."""
     text: object = document.page_content
     if not isinstance(text, str):
         raise InvalidOption(
@@ -246,5 +243,5 @@ def _content(document: Document) -> str:
 
 
 def _with(document: Document, **fields: str) -> Document:
-    """A copy with these fields in its metadata; stores hand out the documents that they keep."""
+    """A copy with these metadata fields; vector stores return the documents that they keep."""
     return document.model_copy(update={"metadata": {**document.metadata, **fields}})

@@ -1,4 +1,4 @@
-"""The LLM of plain strings: no chat template, a prompt is read to the letter."""
+"""The LLM of plain strings, which uses no chat template."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from samkv_integrations.frameworks.local_llm import usage_of
 
 
 class SamKV(LocalModel, BaseLLM):
-    r"""A local model that goes on with a string, from the KV caches of the chunks in it.
+    r"""A local model that continues a string, and reuses the KV caches of the chunks in it.
 
-    The prompt is read to the letter, and is no part of the answer. Texts of cached chunks in it
-    are answered from their caches, and so are handles. Everything else is computed as usual.
+    The prompt is tokenised as it stands, without a chat template; the answer does not repeat it.
+    Texts of cached chunks and handles in it are loaded from their caches. Everything else is
+    computed as usual.
 
-    Arguments are those of `LocalModel`. ``generation_info`` of a generation, or `last_report`, says
-    what the answer cost.
+    Arguments are those of `LocalModel`. ``generation_info`` of a generation, and `last_report`,
+    hold the report of the answer.
 
     Instantiate:
         ```python
@@ -109,12 +110,12 @@ class SamKV(LocalModel, BaseLLM):
                 yield chunk
         yield GenerationChunk(text="", generation_info=self._metadata(answer))
 
-    # BaseLLM's own would give every prompt of a batch the error of one.
+    # With BaseLLM's own, one failed prompt would fail the whole batch.
     batch = Runnable.batch
     abatch = Runnable.abatch
 
     def _result(self, answers: list[list[GenerationChunk]]) -> LLMResult:
-        """Each answer as one generation, and their token counts in the form of OpenAI's models."""
+        """The answers as generations, with token counts in the form of OpenAI's models."""
         generations, reports = [], []
         for chunks in answers:
             text, info = "".join(chunk.text for chunk in chunks), chunks[-1].generation_info or {}

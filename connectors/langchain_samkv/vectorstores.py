@@ -37,7 +37,7 @@ _OPEN_TWICE = "(a database that this process has open in another way can be give
 
 
 class _Keyless(Collection):
-    """A collection whose queries give no keys of caches, and whose complaints are ours."""
+    """A collection whose results omit the keys of caches, and whose errors are ours."""
 
     def get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with chroma_errors(f"collection {self.name!r} refused to be read"):
@@ -55,34 +55,33 @@ class _Keyless(Collection):
 
 
 class SamKVChroma(Chroma):
-    r"""A `Chroma` vector store that keeps chunk caches in step with its documents.
+    r"""A `Chroma` vector store that keeps chunk caches in line with its documents.
 
-    Adding a document caches its text and writes the key of the cache into the record's metadata;
-    a document with a known id is replaced. Deleting documents deletes the caches that no other
-    record of the database needs. What goes past this object (a raw ``collection.delete``, a crash)
-    is mended by ``kv_link.sync()``.
+    Adding a document caches its text and writes the key of the cache into the record's metadata.
+    A document with a known id is replaced. Deleting documents deletes the caches that no other
+    record of the database uses. ``kv_link.sync()`` repairs deviations, for example after a raw
+    ``collection.delete`` or a crash.
 
-    The key, `samkv_key`, stays in the database and is not part of the documents that come out, so
-    no prompt that shows metadata shows it; `get` gives records as they are stored.
+    The documents that a query returns omit the key, `samkv_key`, so that prompts with metadata do
+    not show it; `get` returns records as they are stored.
 
-    Refused: documents without text or with one that is longer than the model's context window,
-    which fits no prompt either, metadata that Chroma does not take, and images. All of it is
-    looked at before anything is computed or written.
+    Documents are refused before anything is computed or written if they hold no text, exceed the
+    model's context window, are images, or have metadata that Chroma does not accept.
 
     Args:
         collection_name, persist_directory, client, ...: all others are those of `Chroma`. Without
             ``client_settings`` Chroma sends no telemetry, as everywhere in this package.
-        embedding_function: embeds documents and queries. Without one, Chroma's own is not used in
-            its place (it would be downloaded): adding, and searching by text, are errors.
+        embedding_function: embeds documents and queries. Without one, adding documents and
+            searching by text are errors; Chroma's default, a download, is not used.
         llm, engine: what caches, one of the two.
-        cache_existing: whether to cache what the collection holds already, with a progress bar. A
-            collection of which nothing is cached is else warned of, once, in the log.
+        cache_existing: whether to cache the existing records, with a progress bar; else the log
+            warns once of a collection without caches.
         show_progress: whether to show a progress bar, on standard error, while texts are cached.
 
     Raises:
         InvalidOption: neither or both of ``llm`` and ``engine`` are given, the store of the engine
             lies in the collection's own folder or is another database's, or Chroma refuses
-            something.
+            a value.
 
     Instantiate:
         ```python
@@ -154,7 +153,7 @@ class SamKVChroma(Chroma):
         self._link: ChromaLink | None = ChromaLink(self._collection, self._engine)
         self._link.adopt(cache_existing=cache_existing)
 
-    # Upstream lists what its constructor takes; here, what is not known is refused there.
+    # upstream repeats the arguments of the constructor, which refuses unknown ones
     @classmethod
     def from_texts(  # type: ignore[override]
         cls,
@@ -191,7 +190,7 @@ class SamKVChroma(Chroma):
         return store
 
     def fork(self, new_name: str) -> SamKVChroma:
-        """A copy of the collection, which needs the same caches; Chroma Cloud alone can do it."""
+        """A copy of the collection, which uses the same caches; only Chroma Cloud supports it."""
         with chroma_errors(f"Chroma cannot fork collection {self._collection_name!r}"):
             forked = self._collection.fork(new_name=new_name)
         return SamKVChroma(
@@ -200,7 +199,7 @@ class SamKVChroma(Chroma):
         )  # fmt: skip
 
     def __copy__(self) -> SamKVChroma:
-        """A copy on the same collection and engine, of which there is one each."""
+        """A copy that shares the collection and the engine."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
@@ -209,7 +208,7 @@ class SamKVChroma(Chroma):
         return copy.copy(self)
 
     def __reduce__(self) -> NoReturn:
-        """Refused: neither a database nor a model goes into a pickle."""
+        """Raises InvalidOption: a pickle can hold neither a database nor a model."""
         raise InvalidOption(
             "a SamKVChroma cannot be pickled: it holds a database and a model; make it again in "
             "the other process, of the same arguments with an llm or engine of that process"
@@ -217,7 +216,7 @@ class SamKVChroma(Chroma):
 
     @property
     def kv_link(self) -> ChromaLink:
-        """The link between records and caches: `sync`, `release`. InvalidOption once deleted."""
+        """The link between records and caches. Raises InvalidOption after a deletion."""
         if self._link is None:
             raise InvalidOption(
                 f"collection {self._collection_name!r} was deleted; reset_collection() makes it "
@@ -232,7 +231,7 @@ class SamKVChroma(Chroma):
         return _Keyless(found._client, found._model, None, None)
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents with these ids that there are, in whatever order."""
+        """The documents that exist among these ids, in any order."""
         found = self._records(ids)
         for metadata in found["metadatas"]:
             (metadata or {}).pop(KEY_FIELD, None)
@@ -244,9 +243,9 @@ class SamKVChroma(Chroma):
         ]
 
     def _records(self, ids: Sequence[str]) -> dict[str, Any]:
-        if not ids:  # Chroma does not take that
+        if not ids:  # an error in Chroma
             return {"ids": [], "documents": [], "metadatas": []}
-        return self.get(ids=list(dict.fromkeys(ids)))  # nor does it take one twice
+        return self.get(ids=list(dict.fromkeys(ids)))  # a repeated id is another
 
     def max_marginal_relevance_search(
         self,
@@ -258,7 +257,7 @@ class SamKVChroma(Chroma):
         where_document: Where | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> list[Document]:
-        """Documents near to ``query`` and unlike each other; see `Chroma`."""
+        """Documents that are near to ``query`` and differ from each other; see `Chroma`."""
         if self._embedding_function is None:
             raise _no_embedding("searching by text")
         embedding = self._embedding_function.embed_query(query)
@@ -278,8 +277,8 @@ class SamKVChroma(Chroma):
     ) -> list[str]:
         """Embed and cache texts, and write their records; returns the ids.
 
-        ids: made where there is none.
-        batch_size: what LangChain's `index` hands over; of no use here, pages are as Chroma wants.
+        ids: None for new ones.
+        batch_size: LangChain's `index` passes it; ignored.
 
         Raises:
             InvalidOption: an embedding has another size than the collection's, an id occurs twice,
@@ -304,7 +303,7 @@ class SamKVChroma(Chroma):
         *,
         batch_size: int | None = None,
     ) -> list[str]:
-        """Like `add_texts`, for a task; it holds no thread that others wait for."""
+        """Like `add_texts`, off the event loop."""
         return await off_loop(self.add_texts, texts, metadatas, ids, batch_size=batch_size)
 
     def _add(
@@ -324,13 +323,13 @@ class SamKVChroma(Chroma):
         self.update_documents([document_id], [document])
 
     def update_documents(self, ids: list[str], documents: list[Document]) -> None:
-        """Give records other texts; the caches of the former ones go unless something needs them.
+        """Replace the texts of records, and delete caches that no record uses any more.
 
-        As in Chroma, metadata are merged into what a record has.
+        As in Chroma, metadata are merged into those of the record.
 
         Raises:
-            InvalidOption: there is no record of one of ``ids`` (`add_documents` makes one), and as
-                `add_texts` does.
+            InvalidOption: a record does not exist (`add_documents` makes one), and as `add_texts`
+                does.
             InvalidChunk: as `add_texts` does.
         """
         if len(ids) != len(documents):
@@ -354,12 +353,11 @@ class SamKVChroma(Chroma):
         where: Where | None = None,
         where_document: WhereDocument | None = None,
     ) -> None:
-        """Delete documents, and the caches that nothing needs any more.
+        """Delete documents, and the caches that no record uses any more.
 
-        ids, where, where_document: which documents; those that all of the given ones name. Unknown
-            ids are passed over.
+        ids, where, where_document: the documents that match all of these. Unknown ids are ignored.
 
-        Raises InvalidOption if none names one; to delete all there is `reset_collection`.
+        Raises InvalidOption if all are empty; `reset_collection` deletes everything.
         """
         names = [ids] if isinstance(ids, str) else ids
         if not names and (names is not None or not (where or where_document)):
@@ -374,10 +372,10 @@ class SamKVChroma(Chroma):
             self.kv_link.delete(names, where)
 
     def delete_collection(self) -> None:
-        """Delete the collection, and the caches that no other one needs; once, if called twice.
+        """Delete the collection, and the caches that no other one uses. Repeated calls are ignored.
 
-        If another client has deleted it, nothing is left to do here: what keys it had is not
-        known any more, and the next `sync` of another collection prunes their caches.
+        If another client has deleted it, its keys are unknown, and the next `sync` of another
+        collection prunes their caches.
         """
         if self._link is None:
             return
@@ -392,7 +390,7 @@ class SamKVChroma(Chroma):
         self._link = None
 
     def reset_collection(self) -> None:
-        """Delete the collection as `delete_collection` does, and make it again."""
+        """Delete the collection as `delete_collection` does, and create an empty one."""
         with chroma_errors(f"Chroma cannot make collection {self._collection_name!r} again"):
             super().reset_collection()
         self._link = ChromaLink(self._collection, self._engine)
@@ -403,7 +401,7 @@ class SamKVChroma(Chroma):
         metadatas: list[dict[str, Any]] | None = None,
         ids: list[str] | None = None,
     ) -> NoReturn:
-        """Raises InvalidOption: what Chroma would write for an image is no text to be read."""
+        """Raises InvalidOption: images have no text to cache."""
         raise InvalidOption(
             "images have no chunk caches; keep them in a collection of their own, with Chroma"
         )
@@ -414,7 +412,7 @@ def _no_embedding(what: str) -> InvalidOption:
 
 
 def _without_keys(found: Any) -> Any:  # noqa: ANN401
-    """Takes the keys out of the metadata of what a query found."""
+    """Remove the keys from the metadata of a result."""
     for row in found["metadatas"] or ():
         for metadata in row or ():
             (metadata or {}).pop(KEY_FIELD, None)
@@ -422,7 +420,7 @@ def _without_keys(found: Any) -> Any:  # noqa: ANN401
 
 
 def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
-    """Raises if Chroma would refuse a record, or its text can be no chunk."""
+    """Raises if Chroma would refuse a record, or its text cannot be a chunk."""
     if not isinstance(id_, str) or not id_:
         raise InvalidOption(f"id {id_!r}; it must be a string of at least one character")
     if not isinstance(text, str):
@@ -435,9 +433,9 @@ def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
 
 
 class OfflineEmbeddings(Embeddings):
-    """`HashingEmbedding` as LangChain wants it: lexical, without a model to download.
+    """`HashingEmbedding` for LangChain: lexical, with no model to download.
 
-    The vectors are those that ``samkv ingest`` and the LlamaIndex quickstart write.
+    ``samkv ingest`` and the LlamaIndex quickstart write the same vectors.
 
     Instantiate:
         ```python

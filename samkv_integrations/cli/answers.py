@@ -1,4 +1,4 @@
-"""Answers as rows: what each cost, whether it is right, and what many of them come to."""
+"""Answers as rows: reports, right answers, and summaries by method."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from samkv_integrations.figures import Row
 
 
 def answer_row(question: Question, text: str, sources: Sequence[str], report: Report) -> Row:
-    """The row of one answer: the texts, whether it is right if that is known, and the report.
+    """The row of one answer: texts, whether it is right if gold answers are known, and the report.
 
-    sources: names of the chunks that it was given, nearest first. ``answer_s`` of the row: seconds
-    from the call to the last token.
+    sources: documents of its chunks, nearest first. ``answer_s`` of the row: seconds from the call
+    to the last token.
     """
     answer = text.strip()
     row: dict[str, Any] = {
@@ -36,7 +36,7 @@ def answer_row(question: Question, text: str, sources: Sequence[str], report: Re
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one question; if `recompute` is among them, with ratios to its times."""
+    """Rows of one question, with ratios to the times of `recompute` if it is among them."""
     truth = next((row for row in rows if row["method"] == "recompute"), None)
     if truth is None:
         return list(rows)

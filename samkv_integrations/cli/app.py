@@ -1,7 +1,7 @@
-"""The command line, ``samkv``: its commands, and how it shows an error.
+"""The command line, ``samkv``: its commands and its errors.
 
-With ``--json`` a command writes one object to standard output and nothing else there; everything
-for the eye goes to standard error.
+With ``--json`` a command writes one object to standard output, and everything else to standard
+error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from samkv_integrations.cli.tune import tune
 from samkv_integrations.errors import InvalidOption, SamkvError
 
 USER_ERROR = 2
-"""Exit code for a mistake of the user."""
+"""Exit code of an error of the user."""
 
 _REMOVED = {
     "adapt": "ingest as it is: chunks are prefilled after made-up documents (prefix='documents')",
@@ -33,7 +33,7 @@ _REMOVED = {
 
 
 class _Commands(typer.core.TyperGroup):
-    """Shows an error of ours as one line instead of a traceback."""
+    """Shows a `SamkvError` as one line in place of a traceback."""
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # noqa: ANN401
         if args and args[0] in _REMOVED:
@@ -50,14 +50,14 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Answer from documents that a local model has read before.",
+    help="Answer from documents whose KV entries are cached, with a local model.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain lines: a panel for each group fills more than a screen
+    rich_markup_mode=None,  # panels for groups would exceed a screen
     pretty_exceptions_enable=False,
 )
 for command in (methods, doctor, ingest, remove, ask, inspect, serve, quickstart, tune):
-    app.command(cls=args.Command)(command)
+    app.command(cls=args.Command)(args.with_flags(command))
 app.add_typer(store.app, name="store")
 
 

@@ -1,22 +1,33 @@
 """The arguments and options of the commands: names, types and help texts.
 
 Options that several commands share stand first, then those of single groups. A command adds the
-default.
+default. What is an option of the engine too is described in `samkv_integrations.engine.options`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, is_typeddict
 
 import typer
 import typer.core
 
+from samkv_integrations.engine.options import (
+    CacheOptions,
+    ModelOptions,
+    OwnAnswerOptions,
+)
 from samkv_integrations.errors import InvalidOption, SamkvError
+from samkv_integrations.option import declared
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose errors name an option that was given, as the library names arguments."""
+    """A command whose errors name the flag that was given, where the library names the argument."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:
@@ -31,16 +42,63 @@ class Command(typer.core.TyperCommand):
             raise
 
 
+# -- groups of options --------------------------------------------------------------------------
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command for typer, with the groups among its parameters as flags.
+
+    A group is a dataclass, with a flag for each field, or a TypedDict of declared options, with a
+    flag for each that has one. A flag that the command declares itself takes precedence.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters
+    groups = {
+        name: each.annotation for name, each in parameters.items()
+        if is_dataclass(each.annotation) or is_typeddict(each.annotation)
+    }  # fmt: skip
+    of_groups = {name: _flags_of(group) for name, group in groups.items()}
+    flags = {name: each for name, each in parameters.items() if name not in groups}
+    for each in chain(*of_groups.values()):
+        flags.setdefault(each.name, each)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:  # noqa: ANN401
+        own = {name: given[name] for name in parameters if name in given}
+        filled = {
+            name: group(**{each.name: given[each.name] for each in of_groups[name]})
+            for name, group in groups.items()
+        }
+        command(**own, **filled)
+
+    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags.values()]
+    run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
+    run.__annotations__ = {name: each.annotation for name, each in flags.items()}
+    return run
+
+
+def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
+    if not is_typeddict(group):
+        return [*inspect.signature(group, eval_str=True).parameters.values()]
+    annotated: Any = Annotated  # type checkers refuse a type that is computed
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=option.default,
+            annotation=annotated[kind, _option(option.description, hidden=True)],
+        )
+        for name, (kind, option) in declared(group).items() if option.flag
+    ]  # fmt: skip
+
+
 # -- of several commands ------------------------------------------------------------------------
 
 
 def _option(help: str, *names: str, **more: Any) -> Any:  # noqa: ANN401
-    """An option, its help first. ``hidden`` ones are described in docs/ and left out of --help."""
+    """An option and its help. ``hidden`` options are described in docs/, and not in --help."""
     return typer.Option(*names, help=help, **more)
 
 
 def _count(help: str, *names: str) -> Any:  # noqa: ANN401
-    """An option that is at least 1, which is checked before a model is loaded."""
+    """An option of at least 1, checked before a model is loaded."""
 
     def checked(param: typer.CallbackParam, value: int) -> int:
         if value < 1:
@@ -50,13 +108,16 @@ def _count(help: str, *names: str) -> Any:  # noqa: ANN401
     return _option(help, *names, callback=checked)
 
 
-_BITS = "Bits of the numbers in caches: 4, 8, or 16 for the model's own."
-_METHOD = "See 'samkv methods'. Default: as tuned, else auto."
+def _described(options: type, name: str, unset: str = "") -> str:
+    """The description of an option of the library. unset: another default than its own."""
+    option = declared(options)[name][1]
+    return f"{option.description} Default: {unset or option.unset}."
 
-_MODEL = "Hub id, local folder, GGUF file, 'smollm2' or 'builtin'."
-ModelName = Annotated[str, _option(_MODEL, "--model")]
+
+ModelName = Annotated[str, _option(declared(ModelOptions)["model_name"][1].description, "--model")]
 SameModel = Annotated[
-    str | None, _option(f"{_MODEL} Default: as ingested, else builtin.", "--model")
+    str | None,
+    _option(_described(ModelOptions, "model_name", "as ingested, else builtin"), "--model"),
 ]
 SameDtype = Annotated[
     str | None,
@@ -64,49 +125,60 @@ SameDtype = Annotated[
 ]
 Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
-CacheBits = Annotated[int | None, _option(f"{_BITS} Default: as tuned, else 4.", "--store-bits")]
+CacheBits = Annotated[int | None, _option(_described(CacheOptions, "store_bits"), "--store-bits")]
 SameBits = Annotated[
-    int | None, _option("Default: as ingested, else as tuned, else 4.", "--store-bits", hidden=True)
+    int | None,
+    _option(
+        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"),
+        "--store-bits",
+        hidden=True,
+    ),
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
-    Path, _option("Where collection and caches are kept.", "--dir", resolve_path=True)
+    Path, _option("Folder of the collections and the chunk caches.", "--dir", resolve_path=True)
 ]
 Collection = Annotated[str, _option("Name of the Chroma collection.")]
 ChromaServer = Annotated[
     str | None,
-    _option("Records are on this Chroma server, http://HOST:PORT.", "--chroma", metavar="URL"),
+    _option("Chroma server with the records, http://HOST:PORT.", "--chroma", metavar="URL"),
 ]
 Namespace = Annotated[
-    str, _option("Whose caches. Records are shared: give each its own --collection too.")
+    str, _option("Namespace of the caches. Records have none: use another --collection as well.")
 ]
 Remote = Annotated[
     str | None,
-    _option("Where machines share their caches: s3://BUCKET/PREFIX.", envvar="SAMKV_REMOTE"),
+    _option("Where machines share chunk caches: s3://BUCKET/PREFIX.", envvar="SAMKV_REMOTE"),
 ]
 Json = Annotated[bool, _option("One JSON object on standard output.", "--json")]
 Chat = Annotated[
     bool | None,
-    _option("Use the model's chat template. Default: yes, but for 'builtin'.", "--chat/--no-chat"),
+    _option(
+        "Use the model's chat template. Default: yes, except for 'builtin'.", "--chat/--no-chat"
+    ),
 ]
 TopK = Annotated[int, _count("Chunks to retrieve.")]
-MethodName = Annotated[str | None, _option(_METHOD, "--method")]
+MethodName = Annotated[
+    str | None, _option("See 'samkv methods'. Default: as tuned, else auto.", "--method")
+]
 Settings = Annotated[
     list[str] | None, _option("An option of the method, NAME=VALUE.", "--set", hidden=True)
 ]
 EvictionName = Annotated[
     str | None,
-    _option("KV entries to evict while answering; or none. See 'samkv methods'.", hidden=True),
+    _option(
+        "How KV entries are evicted during an answer, or none. See 'samkv methods'.", hidden=True
+    ),
 ]
 EvictionBudget = Annotated[
-    float | None, _option("KV entries to go on with, as a share of the prompt.", hidden=True)
+    float | None, _option("Share of the prompt's KV entries that eviction keeps.", hidden=True)
 ]
 MaxNewTokens = Annotated[
-    int, _count("Longest answer, in tokens.", "--max-new-tokens", "--max-tokens")
+    int, _count("Most tokens of the answer.", "--max-new-tokens", "--max-tokens")
 ]
 RayAddress = Annotated[
     str | None,
-    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine alone.", hidden=True),
+    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine only.", hidden=True),
 ]
 
 # -- of ingest and remove ------------------------------------------------------------------------
@@ -116,119 +188,124 @@ Paths = Annotated[
 ]
 RemovedPaths = Annotated[
     list[Path],
-    typer.Argument(help="Files that were ingested, or folders for all below; they may be gone."),
+    typer.Argument(
+        help="Ingested files, or folders for all files below. They need not exist any more."
+    ),
 ]
 IngestBudget = Annotated[
-    str | None, _option("What all caches may take on disk from now on: 20GB.", "--max-bytes")
+    str | None, _option("Most bytes of all caches on disk from now on: 20GB.", "--max-bytes")
 ]
-ChunkSize = Annotated[int, _option("Longest chunk, in the model's tokens.")]
-OnRay = Annotated[bool, _option("Compute by several workers on Ray, each with the model.", "--ray")]
+ChunkSize = Annotated[int, _option("Most tokens of a chunk.")]
+OnRay = Annotated[
+    bool, _option("Use several workers on Ray, each of which loads the model.", "--ray")
+]
 Workers = Annotated[int | None, _option("Workers on Ray. [default: 2]", min=1)]
 WorkerCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
 WorkerGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
 
 # -- of store -----------------------------------------------------------------------------------
 Collections = Annotated[
-    list[str] | None, _option("Which; again for more. Default: all.", "--collection")
+    list[str] | None, _option("A collection; repeat for more. Default: all.", "--collection")
 ]
 DeletedFiles = Annotated[
-    list[Path] | None, typer.Argument(help="Documents: every cached chunk that stands in one goes.")
+    list[Path] | None, typer.Argument(help="Documents whose cached chunks are deleted.")
 ]
 DeletedTexts = Annotated[
-    list[str] | None, _option("The text of a chunk; again for more.", "--text")
+    list[str] | None, _option("The text of a chunk; repeat for more.", "--text")
 ]
 ForgetBeginnings = Annotated[
-    bool, _option("Delete the exact beginnings of the namespace, which are made again.")
+    bool, _option("Delete the exact beginnings of the namespace; questions make new ones.")
 ]
-Grace = Annotated[float, _option("Keep unused caches that are younger, in seconds.", "--grace")]
+Grace = Annotated[float, _option("Keep unused caches younger than this many seconds.", "--grace")]
 Prune = Annotated[bool, _option("Delete caches that no record uses.")]
-Build = Annotated[bool, _option("Cache the chunks that are not.")]
+Build = Annotated[bool, _option("Cache the chunks without a cache.")]
 Repair = Annotated[bool, _option("Delete damaged caches.", "--repair")]
 Budget = Annotated[
-    str | None, _option("A size such as 20GB, or none. Default: show it.", "--max-bytes")
+    str | None, _option("A size such as 20GB, or none. Default: show the limit.", "--max-bytes")
 ]
-BudgetNamespace = Annotated[
-    str | None, _option("The quota of this namespace, not that of all.", "--namespace")
-]
-WarmBytes = Annotated[str | None, _option("Read no more, such as 4GB.", "--bytes")]
+BudgetNamespace = Annotated[str | None, _option("Limit this namespace only.", "--namespace")]
+WarmBytes = Annotated[str | None, _option("Most bytes to read, such as 4GB.", "--bytes")]
 
 # -- of ask, inspect and methods ----------------------------------------------------------------
-AsMarkdown = Annotated[bool, _option("As the table of docs/methods.md.")]
+AsMarkdown = Annotated[bool, _option("Write the table of docs/methods.md.")]
 InspectedQuestion = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
-HtmlPage = Annotated[Path | None, _option("Write it there as a page for a browser too.", "--html")]
+HtmlPage = Annotated[Path | None, _option("Also write a web page to this file.", "--html")]
 ShownLayer = Annotated[
-    int | None, _option("What becomes of the tokens there. Default: anywhere.", "--layer")
+    int | None, _option("Show the tokens of this layer. Default: of any layer.", "--layer")
 ]
 QuestionText = Annotated[str | None, typer.Argument(help="What to ask.")]
-QuestionFile = Annotated[Path | None, _option("JSON Lines file of many (question, answers).")]
-Compare = Annotated[str, _option("Methods to run side by side: NAME,NAME,...")]
+QuestionFile = Annotated[Path | None, _option("JSON Lines file of questions (question, answers).")]
+Compare = Annotated[str, _option("Methods to compare: NAME,NAME,...")]
 
 # -- of serve -----------------------------------------------------------------------------------
 Served = Annotated[
-    list[str] | None, _option("One that may be asked; again for more.", "--collection")
+    list[str] | None, _option("A collection that clients may ask; repeat for more.", "--collection")
 ]
-ServedName = Annotated[str | None, _option("What clients call the model.", hidden=True)]
-Host = Annotated[str, _option("Address to listen on; others than loopback need keys.")]
+ServedName = Annotated[str | None, _option("The model's name for clients.", hidden=True)]
+Host = Annotated[str, _option("Address to listen on; other machines need API keys.")]
 Port = Annotated[int, _option("Port to listen on; 0 for a free one.")]
 ApiKeyFile = Annotated[
     Path | None, _option("Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION...", "--api-keys")
 ]
-MaxBatch = Annotated[int, _option("Answers that are decoded together.")]
-MaxWaiting = Annotated[int, _option("Answers that may wait.", hidden=True)]
-MaxKv = Annotated[str | None, _option("Most KV of all running answers: 8GB.", hidden=True)]
+MaxBatch = Annotated[int, _option("Most answers that are decoded together.")]
+MaxWaiting = Annotated[int, _option("Most answers that wait.", hidden=True)]
+MaxKv = Annotated[str | None, _option("Most KV bytes of all running answers: 8GB.", hidden=True)]
 PrefixBytes = Annotated[
-    str, _option("Beginnings of prompts in memory, all namespaces: 512MB.", hidden=True)
+    str, _option("Memory for prompts' beginnings, all namespaces together: 512MB.", hidden=True)
 ]
 ServedTokens = Annotated[
     int,
     _option(
-        "Of an answer whose client names no number.",
+        "Most tokens of an answer whose client names no number.",
         "--max-tokens",
         "--max-new-tokens",
         min=1,
         hidden=True,
     ),
 ]
-MaxBody = Annotated[str, _option("Largest request, such as 8MB.", hidden=True)]
-Timeout = Annotated[float | None, _option("Seconds that an answer may take, in all.")]
+MaxBody = Annotated[str, _option("Most bytes of a request, such as 8MB.", hidden=True)]
+Timeout = Annotated[float | None, _option(_described(OwnAnswerOptions, "timeout"))]
 EndGrace = Annotated[
-    int, _option("Seconds of running answers at the end.", "--grace", min=0, hidden=True)
+    int, _option("Seconds for running answers at shutdown.", "--grace", min=0, hidden=True)
 ]
-LogPrompts = Annotated[bool, _option("Write prompts to the log.", "--log-prompts", hidden=True)]
+LogPrompts = Annotated[bool, _option("Log prompts.", "--log-prompts", hidden=True)]
 ServedOnRay = Annotated[
-    bool, _option("Answer by several replicas on Ray, each with the model.", "--ray")
+    bool, _option("Use several replicas on Ray, each of which loads the model.", "--ray")
 ]
-Replicas = Annotated[int | None, _option("On Ray, at first. [default: 2]", min=1, hidden=True)]
-MinReplicas = Annotated[int | None, _option("Scale to no fewer.", min=1, hidden=True)]
-MaxReplicas = Annotated[int | None, _option("Scale to no more.", min=1, hidden=True)]
+Replicas = Annotated[int | None, _option("Replicas at the start. [default: 2]", min=1, hidden=True)]
+MinReplicas = Annotated[int | None, _option("Fewest replicas.", min=1, hidden=True)]
+MaxReplicas = Annotated[int | None, _option("Most replicas.", min=1, hidden=True)]
 ReplicaCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
 ReplicaGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
-Route = Annotated[str | None, _option("load, or collection. [default: load]", hidden=True)]
+Route = Annotated[
+    str | None, _option("Route requests by load, or by collection. [default: load]", hidden=True)
+]
 
 # -- of doctor and quickstart -------------------------------------------------------------------
 DoctorQuestions = Annotated[
     Path | None,
-    _option("JSON Lines of yours: question, answers, documents.", "--questions"),
+    _option("Your JSON Lines file: question, answers, documents.", "--questions"),
 ]
 CostFolder = Annotated[
-    Path | None, _option("Keep the measured times beside its caches.", "--dir", resolve_path=True)
+    Path | None,
+    _option("Keep the measured times beside the caches here.", "--dir", resolve_path=True),
 ]
 SampleFolder = Annotated[
-    Path | None, _option("Folder of documents. Default: in examples/, as suits the model.")
+    Path | None, _option("Folder of documents. Default: samples that suit the model.")
 ]
 SampleQuestions = Annotated[
-    Path | None, _option("Their questions; questions.jsonl in that folder.")
+    Path | None, _option("Questions about them. Default: questions.jsonl in that folder.")
 ]
 
 # -- of tune ------------------------------------------------------------------------------------
-Lose = Annotated[
-    float, _option("Points of right answers below full prefill's that are still enough.")
-]
-Minutes = Annotated[float, _option("That measuring may take.")]
-Seed = Annotated[int, _option("Of the order of questions.")]
+Lose = Annotated[float, _option("Accepted loss of right answers against full prefill, in points.")]
+Minutes = Annotated[float, _option("Most minutes of measuring.")]
+Seed = Annotated[int, _option("Seed of the order of questions.")]
 MostQuestions = Annotated[int, _count("Most questions.")]
 CheckWritten = Annotated[
-    bool, _option("Measure the setting that was written, on all these questions.", "--check")
+    bool, _option("Measure the written setting on all these questions.", "--check")
 ]
 Writes = Annotated[bool, _option("Write the setting beside the caches.", "--write/--no-write")]
-FallBack = Annotated[bool, _option("Write full prefill if no setting is enough.", "--fall-back")]
+FallBack = Annotated[
+    bool, _option("Write full prefill if no setting is good enough.", "--fall-back")
+]

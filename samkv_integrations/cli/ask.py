@@ -11,7 +11,8 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import as_ingested, eviction_of, given_methods, link_to, words
+from samkv_integrations.cli.loading import Index, eviction_of, given_methods, words
+from samkv_integrations.engine.options import OwnEngineOptions
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.figures import Row, percent, visible
 
@@ -22,17 +23,14 @@ if TYPE_CHECKING:
 
 
 def ask(
+    index: Index, options: OwnEngineOptions,
     question: args.QuestionText = None, questions: args.QuestionFile = None,
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.SameModel = None,
-    device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.SameBits = None, top_k: args.TopK = 4,
+    collection: args.Collection = "documents", top_k: args.TopK = 4,
     method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, namespace: args.Namespace = "",
-    remote: args.Remote = None, as_json: args.Json = False,
+    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Answer from the ingested chunks."""
+    """Answer a question from the ingested chunks."""
     from tqdm.auto import tqdm
 
     from samkv_integrations.chroma.link import nearest
@@ -44,19 +42,18 @@ def ask(
     wanted = read_questions(questions) if questions else [question_of(question or "")]
     methods = given_methods(words(compare or method or ""), settings or [])
     rule = eviction_of(eviction, eviction_budget)
-    given = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
-    link = link_to(folder, chroma, collection, given, device, namespace, remote)
+    (link,) = index.links([collection], **options)
     engine, rows, sources, texts = link.engine, list[Row](), list[str](), list[str]()
     for one in tqdm(wanted, desc="asking", disable=questions is None):
         found = nearest(link, one.question, top_k)
         texts, sources = [each.text for each in found], [each.source for each in found]
         in_chat = engine.model.asks_in_chat if chat is None else chat
         prompt = replace(one, documents=tuple(texts)).prompt(chat=in_chat)
-        if one is wanted[0] and len(methods) > 1:  # the first pass is slower than all later ones
+        if one is wanted[0] and len(methods) > 1:  # the first pass of a process is slow
             engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
         answered: list[Row] = []
         for each in methods or [engine.method]:
-            if len(methods) > 1:  # none goes on from another one's beginning
+            if len(methods) > 1:  # so that none reuses the prefix of another
                 engine.prefixes.clear()
             answer = engine.generate(
                 prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
@@ -64,7 +61,7 @@ def ask(
             answered.append(answer_row(one, answer.text, sources, answer.report))
         rows += with_ratios(answered)
     if as_json:
-        tables.write_json("ask", given.model, rows)
+        tables.write_json("ask", engine.model.name, rows)
         return
     out = tables.console()
     if questions:
@@ -77,18 +74,14 @@ def ask(
 
 
 def inspect(
-    question: args.InspectedQuestion,
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.SameModel = None,
-    device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.SameBits = None, top_k: args.TopK = 4,
+    index: Index, options: OwnEngineOptions, question: args.InspectedQuestion,
+    collection: args.Collection = "documents", top_k: args.TopK = 4,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, namespace: args.Namespace = "",
-    remote: args.Remote = None, html: args.HtmlPage = None, layer: args.ShownLayer = None,
-    as_json: args.Json = False,
+    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None,
+    html: args.HtmlPage = None, layer: args.ShownLayer = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Show what one answer read: tokens kept, recomputed and dropped, beside full prefill."""
+    """Show which tokens of the chunks an answer kept, recomputed and dropped."""
     from samkv_integrations.chroma.link import nearest
     from samkv_integrations.evaluation.questions import question_of
     from samkv_integrations.inspection import inspect as inspect_answer
@@ -98,8 +91,7 @@ def inspect(
     rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
-    given = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
-    link = link_to(folder, chroma, collection, given, device, namespace, remote)
+    (link,) = index.links([collection], **options)
     engine, found = link.engine, nearest(link, asked.question, top_k)
     asked = replace(asked, documents=tuple(one.text for one in found))
     prompt = asked.prompt(chat=engine.model.asks_in_chat if chat is None else chat)
@@ -108,11 +100,11 @@ def inspect(
         max_new_tokens=max_new_tokens, title=asked.question,
         names={one.text.strip(): Path(one.source).name for one in found},
     )  # fmt: skip
-    seen.state_at(layer)  # refuses one that there is not, before a page is written
+    seen.state_at(layer)  # raises for a wrong layer before a page is written
     if html is not None:
         seen.save_html(html)
     if as_json:
-        tables.write_json("inspect", given.model, [seen.to_dict()])
+        tables.write_json("inspect", engine.model.name, [seen.to_dict()])
         return
     show(seen, layer, tables.console())
     if html is not None:
@@ -120,7 +112,7 @@ def inspect(
 
 
 def show(seen: Inspection, layer: int | None, out: Console) -> None:
-    """The chunks, the prompt in colours or between marks, both answers. layer: None for all."""
+    """Show the chunks, the prompt in colours or marks, and both answers. layer: None for all."""
     from rich.text import Text
 
     from samkv_integrations.engine.blend import State
@@ -171,7 +163,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
 
 
 def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> None:
-    """List the ways of answering from chunk caches, and of evicting KV entries while answering."""
+    """List the methods of answering from chunk caches, and of evicting KV entries."""
     from samkv_integrations.eviction import EVICTIONS
     from samkv_integrations.methods import METHODS
 

@@ -1,4 +1,4 @@
-"""``samkv ingest`` and ``samkv remove``: documents that are read, and the chunks made of them."""
+"""``samkv ingest`` and ``samkv remove``: read documents into chunks, and delete them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,10 +18,9 @@ from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
+    Index,
     Ingested,
-    as_ingested,
     bytes_of,
-    engine_of,
     remember,
     require_no_ray,
     require_own_records,
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from samkv_integrations.model.model import Model
 
 SOME_UNREADABLE = 1
-"""Exit code if documents were left out because they cannot be read, or chunks not cached."""
+"""Exit code if a document cannot be read, or a chunk cannot be cached."""
 
 SHOWN_SKIPPED = 10
 
@@ -51,10 +50,10 @@ _LINK = "a symbolic link in a folder is not followed; name what it leads to"
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentChunk:
-    """One chunk of a document.
+    """A chunk of a document.
 
-    number: counts the chunks of the file ``source`` (absolute). page: from 1, of a PDF. title: ""
-    where none is known.
+    source: absolute path of the file. number: of the chunk in the file, from 0. page: of a PDF,
+    from 1. title: "" if unknown.
     """
 
     source: str
@@ -65,19 +64,19 @@ class DocumentChunk:
 
     @property
     def id(self) -> str:
-        """Name of the chunk in a collection; the same at every ingest."""
+        """Id of the record; the same in every ingest."""
         return f"{self.source}#{self.number}"
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Of its record."""
+        """Metadata of the record."""
         more = {"page": self.page, "title": self.title}
         return {"source": self.source} | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A file that is not ingested. is_failure: not by design, but because it cannot be read."""
+    """A file that is not ingested. is_failure: whether that is an error, and not by design."""
 
     path: Path
     why: str
@@ -86,9 +85,9 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Documents by their real paths, sorted, once each, and what beside them is left out.
+    """The documents that were found: real paths, sorted and distinct.
 
-    others: suffix -> how many files of folders are of a kind that is not read.
+    others: suffix -> number of files in folders whose type is not read.
     """
 
     files: Sequence[Path]
@@ -98,7 +97,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """The chunks of documents. sources: the documents that were read, those without text too."""
+    """The chunks of documents. sources: all documents that were read, also without text."""
 
     chunks: Sequence[DocumentChunk]
     sources: Sequence[str]
@@ -106,23 +105,20 @@ class Read:
 
 
 def ingest(
-    paths: args.Paths,
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None,
-    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.CacheBits = None, chunk_size: args.ChunkSize = 512,
-    max_bytes: args.IngestBudget = None, namespace: args.Namespace = "",
-    remote: args.Remote = None, on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
+    paths: args.Paths, index: Index,
+    collection: args.Collection = "documents", store_bits: args.CacheBits = None,
+    chunk_size: args.ChunkSize = 512, max_bytes: args.IngestBudget = None,
+    on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
     workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
     worker_gpus: args.WorkerGpus = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Read documents once, and keep what the model made of them.
+    """Read documents, and cache the KV entries of their chunks.
 
-    Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk not be
-    cached; the others are ingested.
+    Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk cannot
+    be cached; the others are ingested.
     """
     from samkv_integrations.cache.windows import MIN_RUN
-    from samkv_integrations.chroma.client import Database, check_name
+    from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
     from samkv_integrations.cluster.pool import require_ray
@@ -142,15 +138,16 @@ def ingest(
             "--worker-gpus": worker_gpus,
         }  # fmt: skip
         require_no_ray(given, "workers")
-    database = Database(folder / "chroma", chroma)
+    folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
+    place = (index.namespace, collection)
+    before = index.as_ingested([place])
+    require_same(folder, database, place, before, index.dtype, found.files)
+    model = before.model
     # where workers compute, this process only reads texts
-    here = device if pool is None else "cpu"
-    before = as_ingested(folder, [(namespace, collection)], model, dtype)
-    require_same(folder, database, (namespace, collection), before, dtype, found.files)
-    model, dtype = before.model, before.dtype
-    engine = engine_of(model, folder / "kv", here, dtype, store_bits, limit, namespace, remote)
+    here = index if pool is None else replace(index, device="cpu")
+    engine = here.engine(replace(before, store_bits=store_bits), limit)
     read = read_chunks(found.files, engine.model, chunk_size)
     if not read.chunks:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
@@ -160,7 +157,7 @@ def ingest(
         raise EmptyInput(f"no text in {n_files}{why}; give some with text")
     link = ChromaLink(database.collection(collection, create=True), engine)
     remember(
-        folder, engine.store, (namespace, collection),
+        folder, engine.store, place,
         Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
     )  # fmt: skip
     ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
@@ -172,8 +169,9 @@ def ingest(
         done = link.add(ids, texts, embeddings, rows, progress=True)
     else:
         source = ModelSource(
-            model_name=model, device_map=device, dtype=dtype, kv_dir=folder / "kv",
-            namespace=namespace, store_bits=engine.store_bits, max_bytes=limit, kv_remote=remote,
+            model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
+            namespace=index.namespace, store_bits=engine.store_bits, max_bytes=limit,
+            kv_remote=index.remote,
         )  # fmt: skip
         with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends
             done = add_on_ray(
@@ -229,7 +227,7 @@ def ingest(
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
-    """Delete records, and caches, of chunks that the files which were read no longer have."""
+    """Delete records and caches of chunks that the files no longer contain."""
     where: Any = {"source": {"$in": list(read.sources)}}
     held = link.collection.get(where=where, include=[])["ids"]
     if outdated := sorted(set(held) - {chunk.id for chunk in read.chunks}):
@@ -237,7 +235,7 @@ def _delete_outdated(link: ChromaLink, read: Read) -> None:
 
 
 class _StoreAlone:
-    """What a link needs of an engine to delete records: their caches, and no model."""
+    """Stands in for an engine where a link only deletes, which needs no model."""
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
@@ -254,7 +252,7 @@ def remove(
 ) -> None:  # fmt: skip
     """Delete the records of documents, and the caches that no other record uses.
 
-    Loads no model. The files themselves stay, and may have gone before.
+    Loads no model. The files stay, and need not exist.
     """
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
@@ -263,7 +261,7 @@ def remove(
     database = Database(folder / "chroma", chroma)
     opened, store = database.collection(collection), store_in(folder, namespace, remote)
     require_own_records(store, database, [collection])
-    wanted = {path.resolve() for path in paths}  # as ingest names a source
+    wanted = {path.resolve() for path in paths}  # as in the records
     matched, sources, ids = set[Path](), set[str](), list[str]()
     for id_, source in Records(opened).sources():
         if found := wanted & {Path(source), *Path(source).parents}:
@@ -292,12 +290,12 @@ def remove(
 
 
 def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Found:
-    """The files among ``paths`` and the documents in the folders among them.
+    """The documents among ``paths``, and in the folders among them.
 
-    In a folder no symbolic link is followed, as it may lead to what nobody meant to index, and
-    nothing but regular files is read. What is named itself may be a link.
+    In folders only regular files count: a symbolic link may lead to private files. A path itself
+    may be a link. Hidden files and folders are ignored.
 
-    leave_out: a folder in which nothing is looked for. Hidden files and folders are left out too.
+    leave_out: a folder to ignore.
 
     Raises:
         InvalidOption: a path does not exist, or is no regular file.
@@ -357,16 +355,16 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
 
 
 def _is_utf_8(file: Path) -> bool:
-    """Whether the path, which names a document's records, is text."""
+    """Whether the path is valid text, as ids of records must be."""
     return not re.search(r"[\ud800-\udfff]", str(file.resolve()))
 
 
 def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     """The chunks of ``files``, real paths, each of at most ``chunk_size`` tokens of ``model``.
 
-    A file that cannot be read is skipped: it must not keep the others from being ingested.
+    A file that cannot be read is skipped, so that the others are ingested.
 
-    Raises InvalidOption if ``chunk_size`` is not positive, or none of them can be read.
+    Raises InvalidOption if ``chunk_size`` is not positive, or no file can be read.
     """
     from samkv_integrations.cache.chunk import normalise
 
@@ -408,7 +406,7 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
 
 def _parts(file: Path, body: str, model: Model, chunk_size: int) -> list[str]:
-    """The chunks of a page: none if it holds no text."""
+    """The chunks of a page; empty if it has no text."""
     from samkv_integrations.cache.chunk import normalise
 
     if len(model.tokenize(body, special=False)) <= chunk_size:

@@ -1,4 +1,4 @@
-"""Models, engines, stores and sizes, as the options of a command name them."""
+"""How commands find collections, load engines and open stores, and parse sizes and methods."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from samkv_integrations.cli import arguments as args
+from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, check_options
 from samkv_integrations.errors import InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
@@ -32,9 +34,9 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 
 
 def bytes_of(option: str, text: str) -> int:
-    """The number of bytes of a size with or without a unit: ``500MB``, ``1.5 GiB``, ``4096``.
+    """The bytes of a size such as ``500MB``, ``1.5 GiB`` or ``4096``.
 
-    Raises InvalidOption, which names ``option``, for another form or a size that no file can have.
+    Raises InvalidOption, which names ``option``, for any other text, or an impossible size.
     """
     from samkv_integrations.cache.index import MOST
 
@@ -46,19 +48,19 @@ def bytes_of(option: str, text: str) -> int:
 
 
 def words(text: str) -> list[str]:
-    """The parts between commas; empty ones are left out."""
+    """The parts between commas, without empty ones."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """The methods called ``names``; each of ``settings`` changes those that have such an option.
+    """The methods called ``names``, with ``settings`` in those that have such an option.
 
-    None if neither names nor options are given: then the engine chooses. Options without a name
-    are those of the default method.
+    Settings without a name are of the default method. Without both the list is empty, and the
+    engine chooses.
 
     Raises:
-        UnknownOption: there is no such method, or none of them has such an option.
-        InvalidOption: a value of the wrong kind, or out of range.
+        UnknownOption: a method does not exist, or none of them has such an option.
+        InvalidOption: a value has the wrong type, or is out of range.
     """
     from samkv_integrations.methods import DEFAULT_METHOD, get_method
     from samkv_integrations.methods.base import option_names, with_option
@@ -79,11 +81,11 @@ def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]
 
 
 def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
-    """The rule called ``name``, with another budget if one is given; None and "none" stay.
+    """The eviction called ``name``, with ``budget_ratio`` if given; None and "none" as they are.
 
     Raises:
-        UnknownOption: there is no such rule.
-        InvalidOption: the budget is out of range, or there is nothing that it could be for.
+        UnknownOption: the eviction does not exist.
+        InvalidOption: the budget is out of range, or there is no eviction.
     """
     from samkv_integrations.eviction import get_eviction, with_budget
 
@@ -99,7 +101,7 @@ def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction
 
 
 def use_threads_for(model: str) -> None:
-    """Use one thread for the built-in model, so small that a second costs more than it gives."""
+    """Use one thread for the built-in model, which is too small for a second one to help."""
     if model == BUILTIN:
         import torch
 
@@ -107,31 +109,29 @@ def use_threads_for(model: str) -> None:
 
 
 def engine_of(
-    model: str, store: Path, device: str, dtype: str, store_bits: int | None,
-    max_bytes: int | None = None, namespace: str = "", remote: str | None = None,
-    *, exact_beginnings: bool = True,
+    model: str, store: Path, device: str = "auto", dtype: str = "auto",
+    store_bits: int | None = None, max_bytes: int | None = None, namespace: str = "",
+    remote: str | None = None,
+    **options: Any,  # noqa: ANN401  (of `Engine`, which refuses others)
 ) -> Engine:  # fmt: skip
-    """An engine whose chunk caches are in the folder ``store``, which is made if it is missing.
+    """An engine over the chunk caches in the folder ``store``, which is created if necessary.
 
-    max_bytes: what they may take from now on; None for what was said before.
-    remote: where machines share them. exact_beginnings: see `Engine`.
+    max_bytes: most bytes of the caches from now on; None for the limit that was set before.
+    remote: where machines share them. options: other options of an `Engine`.
     """
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.engine.options import check_given_bits
 
+    options["store_bits"] = store_bits
+    check_options(EngineOptions, options)  # before a folder is made
     use_threads_for(model)
-    check_given_bits(store_bits)  # before a folder is made
     opened = ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote)
-    return Engine.from_pretrained(
-        model, opened, device=device, dtype=dtype, store_bits=store_bits,
-        exact_beginnings=exact_beginnings,
-    )  # fmt: skip
+    return Engine.from_pretrained(model, opened, device=device, dtype=dtype, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ingested:
-    """What a collection was ingested with. path: that of a model in a folder, absolute; or ""."""
+    """The settings of an ingest. path: absolute path of a model in a folder, else ""."""
 
     model: str = BUILTIN
     dtype: str = "auto"
@@ -140,40 +140,89 @@ class Ingested:
 
     @property
     def here(self) -> str:
-        """The model's name, or its path where a relative one leads elsewhere now."""
+        """The model's name; its path if the name, a relative path, leads elsewhere now."""
         return self.model if self.path in ("", str(Path(self.model).resolve())) else self.path
 
 
-_NOTE = "ingested"
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """The options that say where documents are ingested, and by which model.
 
-
-def as_ingested(
-    folder: Path, places: Sequence[tuple[str, str]], model: str | None, dtype: str | None = None,
-    store_bits: int | None = None,
-) -> Ingested:  # fmt: skip
-    """What is given; for the rest what collections were ingested with, else the defaults.
-
-    places: namespace and name of each collection; none for all that are known. Of new ones, what
-    the other collections of the folder were ingested with.
-
-    Raises InvalidOption if they were ingested with several models and none is given.
+    model, dtype, store_bits: None for those of the ingest.
     """
-    known = _remembered(folder / "kv")
-    keys = map(_key, places)
-    found = [known[key] for key in keys if key in known] or [*known.values()]
-    models = {one.path or one.model: one.here for one in found}
-    if model is None and len(models) > 1:
-        raise InvalidOption(
-            f"the collections were ingested with {' and '.join(models.values())}; give one with "
-            f"--model{'' if places else ', and --collection for each that is of it'}"
+
+    folder: args.Folder = Path(".samkv")
+    chroma: args.ChromaServer = None
+    model: args.SameModel = None
+    device: args.Device = "auto"
+    dtype: args.SameDtype = None
+    store_bits: args.SameBits = None
+    namespace: args.Namespace = ""
+    remote: args.Remote = None
+
+    @property
+    def database(self) -> Database:
+        """The Chroma database. Raises InvalidOption if it cannot be opened."""
+        from samkv_integrations.chroma.client import Database
+
+        return Database(self.folder / "chroma", self.chroma)
+
+    def as_ingested(self, places: Sequence[tuple[str, str]]) -> Ingested:
+        """The given settings, else those of the collections' ingest, else the defaults.
+
+        places: namespace and name of each collection; empty for all known ones. A new collection
+        takes the settings of the others in the folder.
+
+        Raises InvalidOption if they were ingested with several models, and none is given.
+        """
+        known = _remembered(self.folder / "kv")
+        keys = map(_key, places)
+        found = [known[key] for key in keys if key in known] or [*known.values()]
+        models = {one.path or one.model: one.here for one in found}
+        if self.model is None and len(models) > 1:
+            raise InvalidOption(
+                f"the collections were ingested with {' and '.join(models.values())}; give one "
+                f"with --model{'' if places else ', and --collection for each that is of it'}"
+            )
+        given = _path(self.model or "")
+        same = [
+            one for one in found if self.model in (None, one.model) or (given and one.path == given)
+        ]
+        last = same[-1] if same else Ingested(model=self.model or BUILTIN)
+        return Ingested(
+            model=self.model or last.here, dtype=self.dtype or last.dtype,
+            store_bits=last.store_bits if self.store_bits is None else self.store_bits,
+        )  # fmt: skip
+
+    def engine(
+        self, given: Ingested, max_bytes: int | None = None, **options: Unpack[OwnEngineOptions]
+    ) -> Engine:
+        """An engine over the chunk caches. given: of `as_ingested`. options: see `Engine`."""
+        return engine_of(
+            given.model, self.folder / "kv", self.device, given.dtype, given.store_bits, max_bytes,
+            self.namespace, self.remote, **options,
+        )  # fmt: skip
+
+    def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
+        """The collections, linked to one engine. options: see `Engine`.
+
+        Raises InvalidOption if a collection does not exist or belongs to another namespace, or if
+        its caches are another model's.
+        """
+        from samkv_integrations.chroma.link import ChromaLink
+
+        database = self.database
+        opened = [database.collection(name) for name in names]
+        if (self.folder / "kv").is_dir():
+            require_own_records(store_in(self.folder, self.namespace), database, names)
+        engine = self.engine(
+            self.as_ingested([(self.namespace, name) for name in names]), **options
         )
-    given = _path(model or "")
-    same = [one for one in found if model in (None, one.model) or (given and one.path == given)]
-    last = same[-1] if same else Ingested(model=model or BUILTIN)
-    return Ingested(
-        model=model or last.here, dtype=dtype or last.dtype,
-        store_bits=last.store_bits if store_bits is None else store_bits,
-    )  # fmt: skip
+        engine.store.require(engine.fingerprint)
+        return [ChromaLink(one, engine) for one in opened]
+
+
+_NOTE = "ingested"
 
 
 def require_same(
@@ -182,7 +231,7 @@ def require_same(
 ) -> None:  # fmt: skip
     """Raises InvalidOption if a collection holds other documents, of another model or dtype.
 
-    now: what ``files`` are to be ingested with. dtype: the one that is given; None for none.
+    now: the settings for ``files``. dtype: the given one, if any.
     """
     before, path = _remembered(folder / "kv").get(_key(place), now), _path(now.model)
     if now.model not in (before.model, before.here) and not (path and path == before.path):
@@ -202,7 +251,7 @@ def require_same(
 
 
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
-    """Keep beside the caches what a collection is ingested with."""
+    """Store the settings of a collection's ingest beside the caches."""
     known = _remembered(folder / "kv")
     known[_key(place)] = replace(ingested, path=_path(ingested.model))
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
@@ -211,7 +260,7 @@ def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Inges
 def _remembered(kv: Path) -> dict[str, Ingested]:
     from samkv_integrations.cache.files import read_small
 
-    # a damaged note is as none
+    # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
         found = json.loads(read_small(kv / f"{_NOTE}.json"))
         return {
@@ -225,7 +274,7 @@ def _remembered(kv: Path) -> dict[str, Ingested]:
 
 
 def _path(model: str) -> str:
-    """The absolute path of a model in a folder, which any working folder can find; "" for none."""
+    """The absolute path of a model in a folder; "" for other names."""
     is_name = model in ("", BUILTIN, "smollm2") or not Path(model).exists()
     return "" if is_name else str(Path(model).resolve())
 
@@ -234,40 +283,14 @@ def _key(place: tuple[str, str]) -> str:
     return json.dumps(place)
 
 
-def link_to(
-    folder: Path, chroma: str | None, collection: str, given: Ingested, device: str,
-    namespace: str, remote: str | None,
-) -> ChromaLink:  # fmt: skip
-    """The collection that ``samkv ingest --dir`` has made, with an engine over its caches.
-
-    given: of `as_ingested`.
-
-    Raises InvalidOption if there is no such collection, if it is another namespace's, or if its
-    caches are another model's.
-    """
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.link import ChromaLink
-
-    database = Database(folder / "chroma", chroma)
-    opened = database.collection(collection)
-    if (folder / "kv").is_dir():
-        require_own_records(store_in(folder, namespace), database, [collection])
-    engine = engine_of(
-        given.model, folder / "kv", device, given.dtype, given.store_bits, namespace=namespace,
-        remote=remote,
-    )  # fmt: skip
-    engine.store.require(engine.fingerprint)
-    return ChromaLink(opened, engine)
-
-
 def store_in(
     folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
 ) -> ChunkStore:
-    """The store that ``samkv ingest --dir`` has made; ``folder`` may be that of the caches itself.
+    """The store of ``samkv ingest --dir``; ``folder`` may also be that of the caches.
 
-    is_new: whether it may be a new one, if there is a remote tier.
+    is_new: whether to create it if there is a remote tier.
 
-    Raises InvalidOption if there is none.
+    Raises InvalidOption if it does not exist.
     """
     from samkv_integrations.cache.disk import ChunkStore
 
@@ -280,9 +303,9 @@ def store_in(
 
 
 def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
-    """Raises InvalidOption if a collection is another namespace's: its texts would be cached here.
+    """Raises InvalidOption if all records of a collection have their caches in another namespace.
 
-    It is if its records name caches of another namespace only.
+    Its texts would be cached in this one otherwise.
     """
     from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records
@@ -303,7 +326,7 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
 @contextmanager
 def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, and a function to call with how much is done, and of how much."""
+    """A progress bar on standard error; yields a function of the done and the total number."""
     from tqdm.auto import tqdm
 
     with tqdm(desc=desc, unit="chunk") as bar:
@@ -316,7 +339,7 @@ def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def require_no_ray(given: Mapping[str, object], what: str) -> None:
-    """Raises InvalidOption for an option that would be ignored without ``--ray``."""
+    """Raises InvalidOption for an option that has no effect without ``--ray``."""
     for option, value in given.items():
         if value is not None:
             raise InvalidOption(f"{option} {value} is about {what} on Ray; give --ray too")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +14,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import (
     BUILTIN,
-    as_ingested,
+    Index,
     bytes_of,
     eviction_of,
     given_methods,
@@ -22,18 +23,21 @@ from samkv_integrations.cli.loading import (
     store_in,
     use_threads_for,
 )
+from samkv_integrations.engine.options import (
+    EngineOptions,
+    OwnAnswerOptions,
+    OwnEngineOptions,
+    check_options,
+)
 from samkv_integrations.errors import InvalidOption, MissingExtra
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
 
 def serve(
-    collection: args.Served = None, folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.SameModel = None,
+    index: Index, options: OwnEngineOptions, collection: args.Served = None,
     name: args.ServedName = None, host: args.Host = "127.0.0.1", port: args.Port = 8000,
-    namespace: args.Namespace = "", remote: args.Remote = None, api_keys: args.ApiKeyFile = None,
-    device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.SameBits = None,
+    api_keys: args.ApiKeyFile = None,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_batch: args.MaxBatch = 8, max_waiting: args.MaxWaiting = 64, max_kv: args.MaxKv = None,
@@ -45,14 +49,13 @@ def serve(
     max_replicas: args.MaxReplicas = None, replica_cpus: args.ReplicaCpus = None,
     replica_gpus: args.ReplicaGpus = None, route: args.Route = None,
 ) -> None:  # fmt: skip
-    """Answer OpenAI's clients: chat completions, completions, and questions about collections.
+    """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
-    Texts of cached chunks are found in prompts, so a client gains without a change. docs/server.md
-    and docs/ray.md describe the options that are not listed here.
+    Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
+    docs/ray.md describe further options.
     """
     from samkv_integrations.cluster.pool import require_ray
     from samkv_integrations.cluster.serve import Replicas, Route
-    from samkv_integrations.engine.options import EngineOptions, check_given_bits, check_timeout
     from samkv_integrations.engine.scheduler import Limits
 
     try:
@@ -62,8 +65,8 @@ def serve(
     except ImportError as error:
         raise MissingExtra.of(error.name or "fastapi", "server") from error
 
-    check_given_bits(store_bits)
-    check_timeout(timeout)
+    check_options(EngineOptions, {"store_bits": index.store_bits})
+    check_options(OwnAnswerOptions, {"timeout": timeout})
     given = {
         "--ray-address": ray_address, "--replicas": replicas, "--min-replicas": min_replicas,
         "--max-replicas": max_replicas, "--replica-cpus": replica_cpus,
@@ -82,28 +85,29 @@ def serve(
             n_waiting=max_waiting, route=cast(Route, route or "load"), grace_s=grace,
         )  # fmt: skip
         if not several.n_gpus:
-            if device not in ("auto", "cpu"):
+            if index.device not in ("auto", "cpu"):
                 raise InvalidOption(
-                    f"--device {device} for replicas without a GPU; give --replica-gpus"
+                    f"--device {index.device} for replicas without a GPU; give --replica-gpus"
                 )
-            device = "cpu"
+            index = replace(index, device="cpu")
     else:
         require_no_ray(given, "replicas")
     keys = ApiKeys(
-        _keys_text(api_keys), Tenant(namespace=namespace, collections=tuple(collection or ()))
+        _keys_text(api_keys),
+        Tenant(namespace=index.namespace, collections=tuple(collection or ())),
     )
     namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
-    ingested = as_ingested(folder, asked, model, dtype, store_bits)
-    model = ingested.model
+    ingested = index.as_ingested(asked)
+    model, folder = ingested.model, index.folder
     chosen = [*given_methods([method] if method else [], settings or []), None][0]
     source = ServerSource(
-        model=model, device=device, dtype=ingested.dtype, folder=folder, chroma=chroma,
-        remote=remote, limits=limits,
+        model=model, device=index.device, dtype=ingested.dtype, folder=folder, chroma=index.chroma,
+        remote=index.remote, limits=limits,
         options=EngineOptions(
-            method=chosen, eviction=eviction_of(eviction, eviction_budget),
+            **options, method=chosen, eviction=eviction_of(eviction, eviction_budget),
             store_bits=ingested.store_bits,
-            # equal parts: what one namespace asks must not show in how soon another is answered
+            # equal parts, so that no namespace affects the times of another
             prefix_bytes=bytes_of("--prefix-bytes", prefix_bytes) // len(namespaces),
         ),
         keys=keys,
@@ -143,7 +147,7 @@ def serve(
 
     load_tokenizer(model)  # a wrong name is found out before a replica begins
     for tenant in source.keys.tenants:  # so that none is made by two replicas at once
-        ChunkStore(folder / "kv", namespace=tenant.namespace, remote=remote)
+        ChunkStore(folder / "kv", namespace=tenant.namespace, remote=index.remote)
     n_threads = 1 if model == BUILTIN else several.n_cpus
     told, seen = threading.Event(), list[int]()
 
@@ -162,7 +166,7 @@ def serve(
 
 
 def _keys_text(file: Path | None) -> str:
-    """The lines of the file of keys; without one, those of the variable."""
+    """The lines of the file with keys; without a file, those of the variable."""
     variable = os.environ.get(KEYS_VARIABLE, "")
     if file is None:
         return variable.replace(";", "\n")

@@ -1,4 +1,4 @@
-"""``samkv store``: the folder of chunk caches, and whether it fits the records."""
+"""``samkv store``: inspect and maintain the folder of chunk caches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import (
-    as_ingested,
-    bytes_of,
-    engine_of,
-    progress_bar,
-    require_own_records,
-    store_in,
-)
+from samkv_integrations.cli.loading import Index, bytes_of, progress_bar, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import Row, count, percent, size
 
@@ -28,20 +21,20 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
 
 DAMAGE_LEFT = SOME_LEFT = 1
-"""Exit code if damaged caches are where they were, or if caches could not be copied."""
+"""Exit code if damaged caches remain, or if caches could not be copied."""
 
 SHOWN_DAMAGE = 20
 NO_LIMIT = "none"
 
-app = typer.Typer(help="Look into the folder of chunk caches.", no_args_is_help=True)
+app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)
 
 
 @app.command(cls=args.Command)
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Show what the chunk caches of a folder take and how often they were used.
+    """Show the size and the use of the chunk caches, by model and namespace.
 
-    By model and namespace. "head" are exact beginnings: second caches of chunks that stood first in
-    prompts, made behind the prompt's head.
+    "head" marks exact beginnings: second caches of chunks that stood first in prompts, computed
+    behind the prompt's head.
     """
     store = store_in(folder)
     found = store.stats(everyone=True)
@@ -62,7 +55,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 
 
 def _prefix(named: str) -> str:
-    """What `FingerprintStats.prefix` says in a few letters."""
+    """`FingerprintStats.prefix` in short."""
     from samkv_integrations.cache.base import BEHIND_HEADS
 
     if named == BEHIND_HEADS:
@@ -71,37 +64,22 @@ def _prefix(named: str) -> str:
 
 
 @app.command(cls=args.Command)
+@args.with_flags
 def sync(
-    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
-    chroma: args.ChromaServer = None,
-    model: args.SameModel = None, device: args.Device = "auto", dtype: args.SameDtype = None,
-    store_bits: args.CacheBits = None, grace_s: args.Grace = 3600.0,
-    prune: args.Prune = True, build: args.Build = True, namespace: args.Namespace = "",
-    remote: args.Remote = None, as_json: args.Json = False,
+    index: Index, collections: args.Collections = None, grace_s: args.Grace = 3600.0,
+    prune: args.Prune = True, build: args.Build = True, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Bring caches into line with the records: build what is missing, delete what nothing uses."""
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.link import ChromaLink
-
-    database = Database(folder / "chroma", chroma)
-    names = list(dict.fromkeys(collections or ())) or database.names()
+    """Bring caches into line with the records: build missing ones, delete unused ones."""
+    names = list(dict.fromkeys(collections or ())) or index.database.names()
     if not names:
-        raise EmptyInput(f"{database} holds no collection; ingest documents first")
-    opened = [database.collection(name) for name in names]
-    places = [(namespace, name) for name in names]
-    given = as_ingested(folder, places, model, dtype, store_bits)
-    engine = engine_of(
-        given.model, folder / "kv", device, given.dtype, given.store_bits, namespace=namespace,
-        remote=remote,
-    )  # fmt: skip
-    require_own_records(store_in(folder, namespace), database, names)
-    engine.store.require(engine.fingerprint)
-    # What nothing uses belongs to no collection: it is looked for once, when all have been read.
+        raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
+    links = index.links(names)
+    # unused caches belong to no collection: prune once, after the last one
     done = [
-        ChromaLink(one, engine).sync(
-            build_missing=build, prune=prune and one is opened[-1], grace_s=grace_s, progress=True
+        link.sync(
+            build_missing=build, prune=prune and link is links[-1], grace_s=grace_s, progress=True
         )
-        for one in opened
+        for link in links
     ]
     rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
     fields = ("collection", "n_records", "n_cached", "n_linked", "n_skipped", "n_evicted")
@@ -112,7 +90,8 @@ def sync(
         f"\n{count(last.n_pruned, 'unused cache')} deleted ({size(last.bytes_freed)}), "
         f"{last.n_in_grace} kept for now, being young"
     )
-    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=given.model)
+    model = links[0].engine.model.name
+    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=model)
 
 
 @app.command(cls=args.Command)
@@ -122,10 +101,10 @@ def forget(
     folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
     remote: args.Remote = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Delete caches and texts of deleted documents, whatever model they are of. Loads no model.
+    """Delete the caches and texts of documents, for all models. Loads no model.
 
-    Records stay: delete those first, as 'samkv remove' does, or they are cached again. Any deletion
-    takes all exact beginnings of the namespace along; --beginnings alone deletes nothing else.
+    Records stay, so delete them first ('samkv remove'), or their texts are cached again. Every
+    deletion also deletes the exact beginnings of the namespace; --beginnings deletes only those.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
@@ -157,9 +136,9 @@ def forget(
 
 @app.command(cls=args.Command)
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Delete what nobody will use: what killed processes left, damaged files, lost texts.
+    """Delete unusable files of all namespaces: unfinished ones, damaged ones, texts without cache.
 
-    Of all namespaces. Caches of deleted records are deleted by 'samkv store sync'.
+    'samkv store sync' deletes the caches of deleted records.
     """
     from samkv_integrations.cache.upkeep import gc as collect_garbage
 
@@ -179,9 +158,9 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
 def verify(
     folder: args.Folder = Path(".samkv"), repair: args.Repair = False, as_json: args.Json = False
 ) -> None:
-    """Read every cache of every namespace, and check all its bytes. Exit code 1 if one is damaged.
+    """Verify all bytes of every cache of every namespace. Exit code 1 if one is damaged.
 
-    With --repair damaged ones are deleted, and computed again when they are asked for.
+    --repair deletes damaged caches; they are computed again when a prompt needs them.
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
@@ -212,9 +191,9 @@ def budget(
     max_bytes: args.Budget = None, namespace: args.BudgetNamespace = None,
     folder: args.Folder = Path(".samkv"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Show or set what caches may take on disk, for every process and until it is set again.
+    """Show or set the most bytes of caches on disk, for every process.
 
-    What was used longest ago makes room, and is computed again when it is asked for.
+    The least recently used caches are evicted, and computed again when a prompt needs them.
     """
     store = store_in(folder)
     if max_bytes is not None:
@@ -226,7 +205,7 @@ def budget(
             quota = {name: value for name, value in quota.items() if name != namespace}
             quota |= {} if limit is None else {namespace: limit}
         store.set_budget(most, quota)
-    # bytes and limit of all namespaces together (None), and of each that has either
+    # a row for all namespaces together (None), and for each one with caches or a limit
     most, quota = store.index.budget()
     held = store.stats(everyone=True)
     taken = dict.fromkeys(sorted(quota), 0)
@@ -254,9 +233,9 @@ def warm(
     chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Read caches ahead, those used last first, so that the first questions find them in memory.
+    """Read caches into the page cache, most recently used first, for the first questions.
 
-    What other machines have made is fetched by 'samkv store pull'.
+    'samkv store pull' fetches caches of other machines.
     """
     from samkv_integrations.cache.upkeep import warm as warm_caches
 
@@ -274,10 +253,10 @@ def push(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Put the caches that other machines lack where they find them. Exit code 1 if some are left.
+    """Copy local caches to the remote tier. Exit code 1 if some cannot be copied.
 
-    'samkv ingest --remote' does it as it goes; this is for what was made without it, or while it
-    did not answer.
+    'samkv ingest --remote' does it at once; this is for caches that were made without it, or while
+    it was not available.
     """
     from samkv_integrations.cache.upkeep import push as push_caches
 
@@ -298,7 +277,7 @@ def pull(
     max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Fetch caches that other machines have made, the newest first, before questions need them."""
+    """Fetch caches of other machines, newest first, before questions need them."""
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
@@ -314,7 +293,7 @@ def pull(
 def _show(
     command: str, rows: Sequence[Row], *shown: Table | str, as_json: bool, model: str | None = None
 ) -> None:
-    """Write the result of a command, for programs or for people."""
+    """Write the result of a command, as JSON or for people."""
     if as_json:
         tables.write_json(f"store {command}", model, rows)
         return
@@ -323,7 +302,7 @@ def _show(
 
 
 def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
-    """The keys that the records of these collections name; None for no collection, which is all."""
+    """The keys in the records of these collections; None, for all caches, without collections."""
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.records import Records
 

@@ -1,4 +1,4 @@
-"""What the commands write: tables and lines for people, one JSON object for programs."""
+"""Output of the commands: tables and lines for people, one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from rich.text import Text
 from samkv_integrations.figures import Row, count, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
-"""Columns of a table that goes to a file or another program, which have no width of their own."""
+"""Width of tables in files and pipes, in columns."""
 
 
 class _Console(Console):
-    """Shows texts, and does what none of them says: rich itself lets escape sequences through."""
+    """Shows texts without their escape sequences, which rich lets through."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
         return super().render_str(visible(text), **options)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console of this moment's standard output, or standard error."""
+    """A console on the current standard output or standard error."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
-    # texts of users are shown as they are: "[Title]" is no style, ":smile:" no emoji
+    # texts of users are no markup: "[Title]" is no style, ":smile:" no emoji
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def write_json(command: str, model: str | None, rows: Iterable[Row]) -> None:
-    """Write what ``--json`` writes, to standard output. model: None without one."""
+    """Write the output of ``--json``. model: its name, if the command has one."""
     write_text(to_json(command, model, rows))
 
 
 def write_text(text: str) -> None:
-    """Write to standard output what another program reads."""
+    """Write text for another program to standard output."""
     typer.echo(text)
 
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, gap: int = 2
 ) -> Table:
-    """A plain table; the first ``left`` columns hold words, the others right-aligned figures.
+    """A plain table. The first ``left`` columns are left-aligned words, the others figures.
 
     gap: spaces between columns.
     """
@@ -64,13 +64,13 @@ def table(
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """A markdown table; the first ``left`` columns hold words, the others figures."""
+    """A markdown table. The first ``left`` columns are left-aligned words, the others figures."""
     rule = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """`summarise` as a table, one row a method."""
+    """`summarise` as a table with a row for each method."""
     from samkv_integrations.cli.answers import summarise
 
     columns = (
@@ -90,7 +90,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
-    """The answers to one question, one row a method."""
+    """The answers to one question, with a row for each method."""
     columns = (
         "method", "answer", "attended\nto", "recom-\nputed", "bytes\nread", "first\ntoken", "ratio",
     )  # fmt: skip
@@ -106,7 +106,7 @@ def comparison_table(rows: Sequence[Row]) -> Table:
 
 
 def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
-    """Where an answer comes from: file name and text of each chunk, nearest first."""
+    """The sources of an answer: file name and text of each chunk, nearest first."""
     flat = [" ".join(text.split()) for text in texts]
     short = [text if len(text) <= 60 else text[:59] + "…" for text in flat]
     named = [Path(source).name for source in sources]
@@ -114,7 +114,7 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
 
 
 def report_lines(row: Row) -> list[str]:
-    """What one answer cost, for a person."""
+    """The report of one answer, in words."""
     with_prompt = row["found"] - row["reused"] - row["computed_now"]
     parts = [f"{count(row['found'], 'chunk')} found", f"{row['reused']} reused"]
     parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from samkv_integrations import figures
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import as_ingested, store_in, use_threads_for
+from samkv_integrations.cli.loading import Index, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.figures import count, ratio, seconds
 
 if TYPE_CHECKING:
-    from samkv_integrations.engine.options import TunedSetting
+    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.engine.tuned import TunedSetting
     from samkv_integrations.tuning.run import Standing, TuneConfig
 
 LEGEND = """\
@@ -32,22 +32,17 @@ NO_GOLD = (
 
 
 def tune(
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, model: args.SameModel = None,
-    device: args.Device = "auto", dtype: args.SameDtype = None, store_bits: args.CacheBits = None,
-    namespace: args.Namespace = "", remote: args.Remote = None,
+    index: Index, collection: args.Collection = "documents",
     questions: args.QuestionFile = None, lose: args.Lose = 3.0, minutes: args.Minutes = 10.0,
     top_k: args.TopK = 4, max_new_tokens: args.MaxNewTokens = 64,
     chat: args.Chat = None, seed: args.Seed = 0, most: args.MostQuestions = 400,
     check: args.CheckWritten = False, writes: args.Writes = True,
     fall_back: args.FallBack = False, as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """Find the cheapest setting with as many right answers as full prefill, on your documents."""
-    from samkv_integrations.chroma.client import Database
+    """Find the fastest setting with as many right answers as full prefill, on your documents."""
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.costs import name_of
-    from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.engine.options import (
+    from samkv_integrations.engine.tuned import (
         TUNED_FILE,
         TunedSetting,
         tuned_setting,
@@ -70,15 +65,12 @@ def tune(
 
     config = TuneConfig(lose=lose, minutes=minutes)
     given = read_questions(questions, with_documents=True) if questions else None
-    opened = Database(folder / "chroma", chroma).collection(collection)
-    as_before = as_ingested(folder, [(namespace, collection)], model, dtype, store_bits)
+    opened = index.database.collection(collection)
+    as_before = index.as_ingested([(index.namespace, collection)])
     model = as_before.model
-    use_threads_for(model)
-    store = store_in(folder, namespace, remote)
-    engine = Engine.from_pretrained(
-        model, store, device=device, dtype=as_before.dtype, store_bits=as_before.store_bits,
-        prefix_bytes=0,
-    )  # fmt: skip
+    store_in(index.folder, index.namespace, index.remote)  # raises if there is none
+    engine = index.engine(as_before, prefix_bytes=0)
+    store = cast("ChunkStore", engine.store)
     store.require(engine.fingerprint)
     in_chat = engine.model.asks_in_chat if chat is None else chat
     settings = candidates(engine.model.name, engine.store_bits)
@@ -197,8 +189,8 @@ def tune(
 def _checked(
     entry: TunedSetting, words: str, standing: Standing, config: TuneConfig, judge: str
 ) -> str:
-    """A setting on questions of now, beside what was said of it when it was written."""
-    from samkv_integrations.engine.options import TUNED_FILE
+    """The figures of a setting now, compared with those in the file."""
+    from samkv_integrations.engine.tuned import TUNED_FILE
 
     verdict = "enough" if config.is_enough(standing) else "not enough: tune again"
     shown = f"{entry.line}\n{words}; judged by {judge}.\nThat is {verdict}."
@@ -216,7 +208,7 @@ def _checked(
 
 
 def _in_words(each: Standing, right: str) -> str:
-    """right: what answers are: right, or the same as full prefill's."""
+    """The figures of a setting. right: 'right', or 'same' as full prefill's answers."""
     return (
         f"{right} answers {each.right} of {each.questions}, full prefill {each.full} (lost "
         f"{each.lost}, won {each.won}): {each.points} points; first token {ratio(each.ttft_ratio)} "

@@ -124,7 +124,7 @@ def cache_on_ray(
                 on_page(places, {place: failed[place] for place in places if place in failed})
         n_told = n_complete
 
-    sent = replace(sent, block_size=engine.fingerprint.block_size)
+    sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
     done: list[Mapping[str, Any]] = []
     n_missed = n_cached = sum(len(group) for _, group in work)
     with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
@@ -191,7 +191,7 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
             )
     if source.kv_dir is None:
         raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")
-    if not pool.n_gpus and source.device_map not in ("auto", "cpu"):
+    if not pool.n_gpus and source.device_map not in (None, "auto", "cpu"):
         raise InvalidOption(
             f"device {source.device_map!r} for workers without a GPU; say how many each has"
         )
@@ -200,10 +200,13 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
             "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
             "bfloat16 or float32"
         )
-    return replace(
-        source, kv_dir=os.path.abspath(source.kv_dir), dtype=engine.model.dtype_name,
-        device_map=source.device_map if pool.n_gpus else "cpu",
-    )  # fmt: skip
+    return source.model_copy(
+        update={
+            "kv_dir": os.path.abspath(source.kv_dir),
+            "dtype": engine.model.dtype_name,
+            "device_map": source.device_map if pool.n_gpus else "cpu",
+        }
+    )
 
 
 def _by_workers(

@@ -74,7 +74,7 @@ class WorkerPool:
 
         Raises:
             MissingExtra: Ray is not installed.
-            InvalidOption: the cluster cannot be reached, or has no room for a worker.
+            InvalidOption: the cluster cannot be reached, or cannot hold a worker.
         """
         if self.address is None and "ray" not in sys.modules:
             for name, value in _OWN_CLUSTER.items():

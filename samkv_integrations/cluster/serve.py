@@ -30,7 +30,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """Replicas of one application on Ray Serve.
+    """Replicas of an application on Ray Serve.
 
     n_replicas: number at first; None for ``least``, or 2 without it.
     least, most: bounds between which Ray scales by load. Without ``most`` the number is fixed.
@@ -68,7 +68,7 @@ class Replicas:
 
     @property
     def n_first(self) -> int:
-        """Replicas at first."""
+        """Number of replicas at the start."""
         default = 2 if self.most is None else self.least or 1
         return default if self.n_replicas is None else self.n_replicas
 
@@ -109,7 +109,7 @@ class Replicas:
 def serving(
     build: Callable[[], App], replicas: Replicas, host: str, port: int, *, n_threads: int
 ) -> Iterator[None]:
-    """Replicas that answer on ``host`` and ``port`` until the block is left.
+    """Serve on ``host`` and ``port`` until the end of the block.
 
     Then running answers have the replicas' grace to end. A cluster that was started here ends too.
 

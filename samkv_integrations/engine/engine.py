@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -12,27 +13,20 @@ import torch
 from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.answer_settings import AnswerOptions, AnswerSettings
 from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunk_prefix import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
-from samkv_integrations.engine.options import (
-    AnswerOptions,
-    AnswerSettings,
-    EngineOptions,
-    check_given_bits,
-    check_on_miss,
-    check_parts,
-    check_tokens,
-    choices_of,
-)
+from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
-from samkv_integrations.errors import ChunkNotCached
+from samkv_integrations.engine.tuned import choices_of
+from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
@@ -49,6 +43,7 @@ class Engine:
 
     Args:
         model: the model, see `Model`.
+<<<<<<< HEAD
         store: where chunk caches are kept; None for this process's memory.
         method: a name in `METHODS`, or a `Method`; None takes the one that ``samkv tune`` wrote
             beside the caches (``samkv.toml``), else ``"auto"``.
@@ -71,6 +66,11 @@ class Engine:
             be recomputed behind that head, from the second question on. For stores on disk.
         scheduler: runs the model, and may be shared by engines of the same model; None for a new
             one.
+=======
+        store: where chunk caches live; None keeps them in memory.
+        method, eviction, store_bits, ...: see `EngineOptions`.
+        scheduler: runs the model, for other engines of the same model too; None for one of its own.
+>>>>>>> main
 
     Threads and tasks may share an engine. Their answers are decoded together, see `Scheduler`.
     """
@@ -90,7 +90,14 @@ class Engine:
         exact_beginnings: bool = True,
         scheduler: Scheduler | None = None,
     ) -> None:
-        check_parts(model, store, prefix, prefix_text)
+        if not isinstance(model, Model):
+            raise InvalidOption(
+                f"model={model!r} is no Model; Engine.from_pretrained takes a name or a folder, "
+                "and Model(model, tokenizer, name) what transformers has loaded"
+            )
+        if isinstance(store, str | os.PathLike):
+            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
+        check_options(EngineOptions, {"prefix": prefix, "prefix_text": prefix_text})
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method, self.store_bits, self.tuned = choices_of(
@@ -106,6 +113,7 @@ class Engine:
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
             run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
+        self.exact_beginnings = exact_beginnings
         self._beginnings: Beginnings | None = None
         if exact_beginnings and self.store.keeps_beginnings:
             self._beginnings = Beginnings(self.chunks, self.scheduler)
@@ -127,7 +135,11 @@ class Engine:
 
         device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the class.
         """
+<<<<<<< HEAD
         check_given_bits(options.get("store_bits"))  # before the model is loaded
+=======
+        check_options(EngineOptions, options)  # before the model is loaded, which takes time
+>>>>>>> main
         model = load_model(
             name, device=device, dtype=dtype, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
@@ -298,10 +310,17 @@ class Engine:
         """The answer to ``prompt``.
 
         prompt: see `Prompt`.
+<<<<<<< HEAD
         chunks: texts of chunks that it contains, besides handles; None to find all that the store
             holds or `expect` named. The prompt is tokenised as transformers would. Runs of at least
             16 token ids that are a chunk's are taken from its cache; all others are computed.
         options: see `AnswerOptions` and `SamplingOptions`.
+=======
+        chunks: texts of chunks that occur in it, besides handles; None to find those of the store
+            (and those that `expect` named). The prompt is tokenised as transformers would; at least
+            16 token ids in a row that are a chunk's are taken from its cache, the others computed.
+        options: see `OwnAnswerOptions` and `SamplingOptions`.
+>>>>>>> main
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
@@ -387,7 +406,12 @@ class Engine:
         Returns (1 + len(follow), vocabulary) float32 on the CPU. The other arguments and the errors
         are those of `generate`. Chunks without a cache are computed as text.
         """
-        check_tokens("follow", follow, self.model)
+        n_known = self.model.config.vocab_size
+        if unknown := [token for token in follow if not 0 <= token < n_known]:
+            raise InvalidOption(
+                f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has {n_known}, "
+                "counted from 0"
+            )
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 
         def compute() -> torch.Tensor:

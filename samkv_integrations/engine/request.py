@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.blend import Watch
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.working_cache import WorkingCache

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from samkv_integrations import figures
-from samkv_integrations.engine.options import AnswerSettings
+from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.reader import Prompt

@@ -1,17 +1,18 @@
-"""From the arguments of a connector to an engine, and the engine as a part of a component."""
+"""From an LLM's arguments to an engine, and the engine as a private part of a component."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS, Eviction
+from samkv_integrations.frameworks.fields import OWN_ENGINE_OPTIONS, Arguments, EngineFields
 from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
@@ -21,60 +22,44 @@ MADE_BY = {
     "model": ("model_kwargs",),
     "tokenizer": ("tokenizer_kwargs",),
 }
-"""What is given live -> the arguments that would have loaded it."""
+"""Loaded object -> the arguments that would have loaded it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Where an engine comes from: it is given, or its model is, or its model has to be loaded.
+class ModelSource(Arguments, EngineFields):
+    """What an engine is made of: a model to load, or one that is loaded, and a store.
 
-    model: of transformers, and then ``tokenizer`` or ``tokenizer_name`` is needed.
-    model_name: what to load, or the label of ``model``.
-    kv_dir: folder of the chunk caches; None keeps them in memory.
-    kv_remote: where machines share their caches, see `ChunkStore`; ``kv_dir`` is its local tier.
-    namespace: of the chunk caches; None for the engine's, which is "" if it has to be made.
-    store_bits: None for the engine's, see `Engine` for one that has to be made.
-    max_bytes: what the chunk caches of ``kv_dir`` may take on disk; None for what was said before.
-    block_size: tokens a block; None for that of the engine, or of what the store holds.
+    engine: an engine, in place of making one.
+    model, tokenizer: loaded objects of transformers. ``model`` needs ``tokenizer`` or
+        ``tokenizer_name``, and ``model_name`` is its label.
+    block_size: tokens a block; None for the engine's, or that of the caches in the store.
     """
+
+    model_config = ConfigDict(frozen=True)
 
     engine: Engine | None = None
     model: Any = None
     tokenizer: Any = None
-    model_name: str | None = None
-    tokenizer_name: str | None = None
-    device_map: str = "auto"
-    dtype: str = "auto"
-    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    kv_dir: str | Path | None = None
-    kv_remote: str | None = None
-    namespace: str | None = None
-    store_bits: int | None = None
-    max_bytes: int | None = None
     block_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for live, names in MADE_BY.items():
-            for name in names:
-                if getattr(self, live) is not None and getattr(self, name):
-                    raise InvalidOption(
-                        f"{name} is for loading, and {live} was given loaded already; leave out "
-                        "either"
-                    )
 
 
 def engine_of(source: ModelSource) -> Engine:
-    """The engine that was given, or one on the model that was given or has to be loaded.
+    """The engine that was given, or a new one on the model that was given or is loaded now.
 
-    The store is opened first: a folder that cannot be one is found before a model is loaded.
+    The store is opened first, so that a wrong folder is found before a model is loaded.
 
     Raises InvalidOption if an argument would be ignored.
     """
+    for loaded, names in MADE_BY.items():
+        for name in names:
+            if getattr(source, loaded) is not None and getattr(source, name):
+                raise InvalidOption(
+                    f"{name} is for loading, and {loaded} was given loaded already; leave out "
+                    "either"
+                )
     if source.engine is not None:
         _check_engine(source.engine, source)
         return source.engine
-    if source.model is None and source.model_name is None:
+    if source.model is None and not source.model_name:
         raise InvalidOption(
             "give model_name (a hub id, a folder, a GGUF file, 'smollm2' or 'builtin'), model, or "
             "engine"
@@ -96,10 +81,21 @@ def engine_of(source: ModelSource) -> Engine:
         store = ChunkStore(
             folder, namespace=namespace, max_bytes=source.max_bytes, remote=source.kv_remote
         )
-    return Engine(
-        _model_of(source), store, store_bits=source.store_bits,
-        block_size="auto" if source.block_size is None else source.block_size,
-    )  # fmt: skip
+    given = {name: getattr(source, name) for name in (*OWN_ENGINE_OPTIONS, "block_size")}
+    options: Any = {name: value for name, value in given.items() if value is not None}
+    return Engine(_model_of(source), store, **options)
+
+
+def facts_of(engine: Engine) -> dict[str, Any]:
+    """What the fields of an LLM say of its engine: field -> value."""
+    store = engine.store if isinstance(engine.store, ChunkStore) else None
+    return {
+        "model_name": engine.model.name,
+        "kv_dir": str(store.path) if store else None,
+        "kv_remote": store.shared.url if store and store.shared else None,
+        "namespace": engine.store.namespace,
+        **{name: getattr(engine, name) for name in OWN_ENGINE_OPTIONS},
+    }
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
@@ -107,18 +103,11 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
-    folder, kv_dir = folder_of(engine), source.kv_dir
-    is_same = folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve()
-    _require_same(
-        source,
-        engine.model,
-        model_name=engine.model.name,
-        kv_dir=kv_dir if is_same else folder,
-        kv_remote=remote_of(engine),
-        namespace=engine.store.namespace,
-        store_bits=engine.store_bits,
-        block_size=engine.fingerprint.block_size,
-    )
+    facts = facts_of(engine) | {"block_size": engine.fingerprint.block_size}
+    folder, kv_dir = facts["kv_dir"], source.kv_dir
+    if folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve():
+        facts["kv_dir"] = kv_dir
+    _require_same(source, engine.model, facts)
     if source.max_bytes is not None:  # no part of an engine: it is the store's from now on
         if not isinstance(engine.store, ChunkStore):
             raise _no_folder(source.max_bytes)
@@ -127,12 +116,14 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
             engine.store.set_budget(source.max_bytes, quota)
 
 
-def _require_same(source: ModelSource, model: Model, **actual: object) -> None:
+def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> None:
     """Raises InvalidOption if an argument asks for something else than what was given."""
-    device = model.device.type if source.device_map == model.device.type else str(model.device)
-    for name, value in {**actual, "device_map": device, "dtype": model.dtype_name}.items():
+    is_type = source.device_map == model.device.type
+    device = model.device.type if is_type else str(model.device)
+    for name, value in {**facts, "device_map": device, "dtype": model.dtype_name}.items():
         given = getattr(source, name)
-        if given not in (None, value) and (given != "auto" or name in actual):
+        is_unset = given in (None, value) or (name == "model_name" and not given)
+        if not is_unset and (given != "auto" or name in facts):
             raise InvalidOption(
                 f"{name}={(str(given) if name == 'kv_dir' else given)!r}, but the model or engine "
                 f"that was given has {value!r}; leave out either"
@@ -156,34 +147,19 @@ def _model_of(source: ModelSource) -> Model:
         saved_as = getattr(source.model, "name_or_path", "")
         label = source.model_name or saved_as or type(source.model).__name__
         model = Model(source.model, tokenizer, label)
-        _require_same(source, model)
+        _require_same(source, model, {})
         return model
-    assert source.model_name is not None  # `engine_of` has looked
     return load_model(
-        source.model_name,
-        device=source.device_map,
-        dtype=source.dtype,
-        tokenizer=tokenizer,
-        model_kwargs=source.model_kwargs,
+        source.model_name, device=source.device_map or "cpu", dtype=source.dtype,
+        tokenizer=tokenizer, model_kwargs=source.model_kwargs,
         tokenizer_kwargs=source.tokenizer_kwargs,
-    )
-
-
-def folder_of(engine: Engine) -> str | None:
-    """Where the engine keeps its chunk caches; None for memory."""
-    return str(engine.store.path) if isinstance(engine.store, ChunkStore) else None
-
-
-def remote_of(engine: Engine) -> str | None:
-    """Where the engine shares its chunk caches with other machines; None for nowhere."""
-    shared = engine.store.shared if isinstance(engine.store, ChunkStore) else None
-    return shared.url if shared else None
+    )  # fmt: skip
 
 
 def own_choices(engine: Engine) -> tuple[str | None, str | None]:
     """The names of the engine's method and eviction.
 
-    None for the default, and for what was made or configured otherwise and has no name.
+    None for the default, and for an object that no name stands for.
     """
     method, rule = engine.method, engine.eviction
     has_name = method.name != DEFAULT_METHOD and METHODS.get(method.name) == method
@@ -193,10 +169,10 @@ def own_choices(engine: Engine) -> tuple[str | None, str | None]:
 
 
 class EngineRef:
-    """An engine as a private part of a component: copies share it, and pickles leave it behind.
+    """An engine as a private part of a component: copies share it, pickles omit it.
 
-    Frameworks copy their components deeply and send them to other processes; a loaded model is
-    too big for either.
+    Frameworks deep-copy components and send them to other processes. A loaded model is too large
+    for either.
     """
 
     def __init__(self, engine: Engine | None = None) -> None:
@@ -204,7 +180,7 @@ class EngineRef:
 
     @classmethod
     def of(cls, llm: object | None, engine: Engine | None) -> EngineRef:
-        """From the two arguments that a component takes, of which one must be given."""
+        """From the arguments of a component. Raises InvalidOption unless one of them is given."""
         if (llm is None) == (engine is None):
             raise InvalidOption("give either llm (one of samkv-integrations) or engine")
         found = engine if llm is None else getattr(llm, "engine", None)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.blend import State, Watch
 from samkv_integrations.engine.decode import TextStream, decode_greedily
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.options import AnswerSettings
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction

@@ -18,7 +18,7 @@ from decimal import Decimal
 from functools import lru_cache
 from threading import BoundedSemaphore
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from transformers.generation.logits_process import (
 
 from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, UnknownOption
 from samkv_integrations.model.model import Model
+from samkv_integrations.option import Option, declared
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -42,64 +43,57 @@ SMALLEST = 1e-5
 """The smallest number that logits may be divided by: none becomes infinite."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option of sampling.
-
-    default: of an option that is not given; a None is allowed where it is the default.
-    allows, bounds: whether a number is in range, and the range in words.
-    """
-
-    default: float | int | None
-    allows: Callable[[Any], bool]
-    bounds: str
-
-
 class SamplingOptions(TypedDict, total=False):
-    """Options of `Engine.generate`, each with its bounds.
+    """Options of sampling, of `Engine.generate`. None is allowed where it is the default."""
 
-    max_new_tokens: most tokens of the answer.
-    seed: makes sampling repeatable.
-    repetition_penalty: above 1 makes tokens of prompt and answer less likely; None for that of the
-        generation config.
-    temperature: 0 takes the likeliest token, and top_k, top_p and min_p change nothing then.
-    top_k: how many of the likeliest tokens stay in the draw; 0 for all.
-    top_p: the likeliest tokens that have this much of the probability together stay in the draw.
-    min_p: tokens of at least this share of the likeliest one's probability stay in the draw
-        (arXiv 2407.01082).
-    """
-
-    max_new_tokens: Annotated[int, Option(256, lambda n: n >= 1, "at least 1")]
-    seed: Annotated[
-        int | None, Option(None, lambda n: -(2**63) <= n < 2**64, "a number of at most 64 bits")
+    max_new_tokens: Annotated[
+        int, Option(default=256, allows=lambda n: n >= 1, bounds="at least 1")
     ]
+    """Most tokens of the answer."""
+    seed: Annotated[
+        int | None,
+        Option(
+            default=None,
+            allows=lambda n: -(2**63) <= n < 2**64, bounds="a number of at most 64 bits",
+        ),
+    ]  # fmt: skip
+    """Makes sampling repeatable."""
     repetition_penalty: Annotated[
         float | None,
         Option(
-            None,
-            lambda penalty: SMALLEST <= penalty < math.inf,
-            f"{SMALLEST} or more (1 for none) and finite",
+            default=None, unset="the generation config's",
+            allows=lambda penalty: SMALLEST <= penalty < math.inf,
+            bounds=f"{SMALLEST} or more (1 for none) and finite",
         ),
-    ]
+    ]  # fmt: skip
+    """Above 1 makes tokens of the prompt and the answer less likely."""
     temperature: Annotated[
         float,
         Option(
-            0.0,
-            lambda t: t == 0 or SMALLEST <= t < math.inf,
-            f"0 (greedy), or {SMALLEST} or more and finite",
+            default=0.0, allows=lambda t: t == 0 or SMALLEST <= t < math.inf,
+            bounds=f"0 (greedy), or {SMALLEST} or more and finite",
         ),
+    ]  # fmt: skip
+    """0 takes the likeliest token; top_k, top_p and min_p then change nothing."""
+    top_k: Annotated[
+        int, Option(default=0, allows=lambda k: k >= 0, bounds="0 (all tokens) or more")
     ]
-    top_k: Annotated[int, Option(0, lambda k: k >= 0, "0 (all tokens) or more")]
-    top_p: Annotated[float, Option(1.0, lambda p: 0 < p <= 1, "above 0 and at most 1")]
-    min_p: Annotated[float, Option(0.0, lambda p: 0 <= p <= 1, "between 0 (all tokens) and 1")]
+    """How many of the likeliest tokens are sampled from; 0 for all."""
+    top_p: Annotated[
+        float, Option(default=1.0, allows=lambda p: 0 < p <= 1, bounds="above 0 and at most 1")
+    ]
+    """Sample from the likeliest tokens that together have this probability."""
+    min_p: Annotated[
+        float,
+        Option(default=0.0, allows=lambda p: 0 <= p <= 1, bounds="between 0 (all tokens) and 1"),
+    ]
+    """Sample from tokens of at least this share of the likeliest one's probability (arXiv
+    2407.01082)."""
 
 
-_HINTS = {
-    name: get_args(hint)
-    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
-}
-OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in _HINTS.items()})
-"""The options by name."""
+DECLARED = declared(SamplingOptions)
+OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in DECLARED.items()})
+"""The options of sampling by name."""
 
 
 def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN401
@@ -110,12 +104,12 @@ def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN40
     option, called = OPTIONS[name], called or name
     if value is None and option.default is None:
         return None
-    hint = _HINTS[name][0]
+    hint = DECLARED[name][0]
     is_whole = int in (get_args(hint) or (hint,))
     if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
         kind = "a whole number" if is_whole else "a number"
         raise InvalidOption(f"{called}={value!r}; it must be {kind}")
-    if not option.allows(value):  # false for a NaN too
+    if option.allows and not option.allows(value):  # false for a NaN too
         raise InvalidOption(f"{called}={value}; it must be {option.bounds}")
     return value if is_whole else float(value)
 

@@ -1,4 +1,4 @@
-"""The server as an ASGI application: the guard, and behind it all routes and the page."""
+"""The ASGI application: the guard in front of all routes, and the page."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 PAGE = Path(__file__).with_name("page.html")
 
 OPEN_PATHS = ("/health", "/")
-"""What is answered without a key: nothing of anybody."""
+"""Paths that need no key, because they show nobody's data."""
 
 STUCK_S = 600
-"""Seconds of one pass or step of the model after which no answer is expected any more."""
+"""Seconds of one pass or step of the model after which the server counts as stuck."""
 
 _OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 _log = logging.getLogger(__name__)
 
-_DESCRIPTION = """OpenAI's API in front of a local model. Texts of cached chunks are found in
-prompts, and answered from their caches."""
+_DESCRIPTION = """OpenAI's API for a local model. Texts of cached chunks are found in prompts, and
+their KV entries are reused."""
 
 
 def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
@@ -53,8 +53,8 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     app = FastAPI(
         title="samkv", version=figures.version(), description=_DESCRIPTION,
         docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
-        redirect_slashes=False,  # an error is said, in OpenAI's form
-        telemetry={"logs": False},  # messages of errors, which may hold a prompt
+        redirect_slashes=False,  # so that a wrong path is an error in OpenAI's form
+        telemetry={"logs": False},  # an error's message may hold a prompt
     )  # fmt: skip
     app.add_middleware(
         Guard, keys=keys, max_body_bytes=settings.max_body_bytes, metrics=service.metrics
@@ -75,7 +75,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
     @app.get("/health", tags=["server"])
     async def health() -> dict[str, str]:
-        """Whether the server is up, and the model comes on."""
+        """Whether the server is up, and the model makes progress."""
         if tenancy.scheduler.pass_s > STUCK_S:
             raise Failure(
                 503, f"a pass of the model has taken more than {STUCK_S} s; restart the server",
@@ -88,10 +88,10 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
     @app.get("/", tags=["server"], response_class=HTMLResponse)
     async def page() -> HTMLResponse:
-        """A page to ask from."""
+        """A page that asks questions."""
         return HTMLResponse(html, headers=headers)
 
-    # The guard asks for keys; the dependency documents it.
+    # The guard checks keys; this dependency only documents them.
     bearer = Depends(HTTPBearer(auto_error=False))
     errors: dict[int | str, dict[str, Any]] = {
         "default": {"model": ErrorBody, "description": "An error; docs/server.md lists them."}
@@ -102,7 +102,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
     @guarded.get("/metrics", tags=["server"], response_class=Response)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(service.metrics.text, media_type=CONTENT_TYPE_LATEST)
 
     described = {
@@ -137,7 +137,7 @@ def _of_framework(request: Request, error: HTTPException) -> Failure:
 
 
 def page_headers(html: str) -> dict[str, str]:
-    """Headers of the page: a browser runs its own script alone, and asks this server alone."""
+    """Headers that allow the page its own script and requests to this server only."""
 
     def hash_of(tag: str) -> str:
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
@@ -160,10 +160,10 @@ def page_headers(html: str) -> dict[str, str]:
 
 
 class Guard:
-    """ASGI middleware. What it lets pass finds its tenant in ``request.state.tenant``.
+    """ASGI middleware that checks keys, hosts and sizes, and sets ``request.state.tenant``.
 
-    Without keys, only requests to a loopback name pass: another name is that of a page in a browser
-    whose name was pointed here (DNS rebinding).
+    Without keys it accepts loopback host names only, which prevents DNS rebinding: a web page whose
+    name resolves to this machine.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""``/v1/samkv/ask``: questions about a collection, with retrieval in the server."""
+"""``/v1/samkv/ask``: questions about a collection; the server retrieves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.chroma.link import nearest
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.text import rag_prompt
 from samkv_integrations.server.bodies import Body, Usage, with_stream
 from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.service import Service, usage_of
+from samkv_integrations.server.service import Service
 from samkv_integrations.server.tenancy import Tenant
 
 MAX_TOP_K = 100
@@ -46,10 +47,10 @@ def _not_blank(text: str) -> str:
 class Question(Body):
     """``POST /v1/samkv/ask``.
 
-    collection: one that the key may ask; may be left out where there is one. top_k: chunks to
-    retrieve. max_tokens: of the answer; None for as many as the server allows, and as fit. method,
-    eviction: None for the server's own. chat: whether to ask through the model's chat template;
-    None for yes where there is one, but for the built-in model.
+    collection: optional if the key may ask only one. top_k: chunks to retrieve. max_tokens: most
+    tokens of the answer; None for the server's limit, or less if the context window is smaller.
+    method, eviction: None for the server's. chat: whether to use the model's chat template; None
+    for yes if it has one, except for the built-in model.
     """
 
     model_config = ConfigDict(
@@ -69,13 +70,13 @@ class Question(Body):
 
     @property
     def options(self) -> AnswerOptions:
-        """The options of the answer that were given, but for its length."""
+        """The options that were given, except the length of the answer."""
         given = {"method": self.method, "eviction": self.eviction}
         return cast(AnswerOptions, {n: value for n, value in given.items() if value is not None})
 
 
 class Source(BaseModel):
-    """A retrieved chunk. source: what it was taken from. distance: None if it is no number."""
+    """A retrieved chunk. source: its document. distance: to the question; None if not finite."""
 
     id: str
     source: str
@@ -84,11 +85,11 @@ class Source(BaseModel):
 
 
 class AskedAnswer(BaseModel):
-    """An answer, nearest sources first.
+    """An answer and its sources, nearest first.
 
-    samkv: what it cost. estimated_full_prefill_s: seconds to the first token had the whole prompt
-    been computed on an idle server, from the costs of passes: measured here (by ``samkv doctor``),
-    or assumed of a machine of today.
+    samkv: the report. estimated_full_prefill_s: estimated seconds to the first token of full
+    prefill on an idle server. estimated_from: whether ``samkv doctor`` measured the cost of passes
+    here, or the estimate assumes a machine of today.
     """
 
     object: Literal["samkv.answer"] = "samkv.answer"
@@ -109,14 +110,14 @@ class Named(BaseModel):
 
 
 class Collections(BaseModel):
-    """The collections that the key may ask, in the order in which the server was given them."""
+    """The collections that the key may ask, in the server's order."""
 
     object: Literal["list"] = "list"
     data: list[Named]
 
 
 class MethodInfo(BaseModel):
-    """A way of answering from chunk caches."""
+    """A method."""
 
     id: str
     summary: str
@@ -124,7 +125,7 @@ class MethodInfo(BaseModel):
 
 
 class Methods(BaseModel):
-    """What ``method`` may be."""
+    """The values of ``method``."""
 
     object: Literal["list"] = "list"
     data: list[MethodInfo]
@@ -137,7 +138,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/ask", response_model=None, responses=with_stream(AskedAnswer, _EVENTS))
     async def ask(body: Question, request: Request) -> Response:
-        """Answer a question from the chunks of a collection that are nearest to it."""
+        """Answer a question from the nearest chunks of a collection."""
         tenant: Tenant = request.state.tenant
         collection = body.collection or _only_one(tenant)
 
@@ -177,7 +178,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/methods")
     async def methods() -> Methods:
-        """The methods that may be asked with."""
+        """The methods."""
         known = METHODS.values()
         return Methods(
             data=[MethodInfo(id=m.name, summary=m.summary, paper=m.paper) for m in known]
@@ -187,7 +188,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _Writer:
-    """Writes one answer as `AskedAnswer` documents it."""
+    """Writes one answer in the form of `AskedAnswer`."""
 
     def __init__(self, model_name: str, engine: Engine, sources: Sequence[Source]) -> None:
         self._model_name, self.sources = model_name, sources

@@ -1,28 +1,29 @@
-"""The bodies of OpenAI's API: what requests may ask, and what responses hold.
+"""Bodies of requests and responses of OpenAI's API.
 
-A field that cannot be honoured is taken with its neutral value alone and refused with any other, so
-that no client is answered otherwise than it asked for.
+A field that the server cannot honour is accepted with its neutral value only, so that no client
+gets another answer than it asked for.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine.options import AnswerOptions
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-"""Most stop strings of a request, and characters of one: each token of the answer is compared with
-all of them, while other answers wait."""
+"""Most stop strings of a request, and characters of each. After every token the answer is compared
+with all of them while other answers wait."""
 
 
 class Body(BaseModel):
-    """A body, or a part of one. A null is as good as nothing."""
+    """A body, or a part of one. Null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,12 +40,12 @@ def _listed(value: object) -> object:
 
 
 def _single(given: object) -> object:
-    """The only prompt of a list of one."""
+    """The prompt in a list of one."""
     return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
 def _text_of(content: object) -> object:
-    """The text of a message, whose parts stand on lines of their own."""
+    """The text of a message, one line for each of its parts."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -68,7 +69,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One turn of a chat. name, refusal: taken and not read, as clients send answers back."""
+    """One turn of a chat. name, refusal: accepted and ignored; clients send them back."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | list[TextPart])]
@@ -77,20 +78,20 @@ class Message(Body):
 
     @property
     def turn(self) -> dict[str, str]:
-        """The turn as chat templates take it."""
+        """The turn for a chat template."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content}
 
 
 class StreamOptions(Body):
-    """include_usage: a last event with the usage. include_obfuscation: there is none."""
+    """include_usage: whether a last event has the usage. include_obfuscation: not supported."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
 class SchemaFormat(Body):
-    """What an answer is held to; every schema is kept to strictly."""
+    """A JSON schema that the answer conforms to; always strictly."""
 
     name: str = ""
     description: str | None = None
@@ -106,7 +107,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer is held to; None for any text."""
+        """The JSON schema of the answer; None for text."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -117,7 +118,7 @@ class ResponseFormat(Body):
 
 
 class Samkv(Body):
-    """What OpenAI's API has no words for; None for the server's choice. See `AnswerOptions`."""
+    """Options that OpenAI's API does not have, see `OwnAnswerOptions`; None for the server's."""
 
     method: str | None = None
     eviction: str | None = None
@@ -125,11 +126,10 @@ class Samkv(Body):
 
 
 class Asked(Body):
-    """What both kinds of completions may be asked with.
+    """The fields that all requests for answers share.
 
-    max_tokens: most tokens of the answer; None for as many as the server allows, and as fit.
-    temperature: 0, the default, takes the likeliest token. top_k, min_p, repetition_penalty: as
-    vLLM's API has them, see `SamplingOptions`.
+    max_tokens: most tokens of the answer; None for the server's limit, or less if the context
+    window is smaller. temperature, ..., seed: see `SamplingOptions`.
     """
 
     model: str
@@ -163,59 +163,83 @@ class Asked(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of the answer, if the client says."""
+        """Most tokens of the answer, if the client names a number."""
         return self.max_tokens
 
     @property
     def options(self) -> AnswerOptions:
-        """The options of the answer that were given, but for its length."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-        given = {name: getattr(self, name) for name in names}
+        """The options that were given, except the length of the answer."""
+        given = {name: getattr(self, name) for name in OPTIONS if name != "max_new_tokens"}
         given |= {"stop": self.stop or None, **self.samkv.model_dump()}
         return cast(AnswerOptions, {n: value for n, value in given.items() if value is not None})
 
 
-class ChatRequest(Asked):
-    """``POST /v1/chat/completions``. safety_identifier, prompt_cache_key: hints, and not read."""
+class AskedInChat(Asked):
+    """The fields that both forms of a chat share.
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    response_format: ResponseFormat | None = None
-    logprobs: Literal[False] = False
+    safety_identifier, prompt_cache_key: accepted and ignored.
+    """
+
     top_logprobs: Literal[0] = 0
     parallel_tool_calls: bool | None = None
     tools: Annotated[list[Any], Field(max_length=0)] = []
-    tool_choice: Literal["none"] = "none"
-    modalities: list[Literal["text"]] = ["text"]
-    store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    _length: ClassVar[str]
+    """Another name of max_tokens."""
+
     @model_validator(mode="after")
-    def _check_length(self) -> ChatRequest:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+    def _check_length(self) -> Self:
+        if self.max_tokens is not None and getattr(self, self._length) is not None:
             raise PydanticCustomError(
-                "length", "max_tokens and max_completion_tokens are the same thing; give one"
+                "length",
+                "max_tokens and {other} are the same thing; give one",
+                {"other": self._length},
             )
         return self
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of the answer, if the client says."""
-        return self.max_completion_tokens or self.max_tokens
+        """Most tokens of the answer, if the client names a number."""
+        return cast(int | None, getattr(self, self._length)) or self.max_tokens
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form of the answer, if the client names one."""
+        raise NotImplementedError
 
     @property
     def options(self) -> AnswerOptions:
-        """The options of the answer that were given, but for its length."""
-        options, form = super().options, self.response_format
+        """The options that were given, except the length of the answer."""
+        options, form = super().options, self.form
         if form is not None and (schema := form.schema_of_answer) is not None:
             options["json_schema"] = schema
         return options
 
 
+class ChatRequest(AskedInChat):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    response_format: ResponseFormat | None = None
+    logprobs: Literal[False] = False
+    tool_choice: Literal["none"] = "none"
+    modalities: list[Literal["text"]] = ["text"]
+    store: Literal[False] = False
+
+    _length: ClassVar[str] = "max_completion_tokens"
+
+    @property
+    def form(self) -> ResponseFormat | None:
+        """The form of the answer, if the client names one."""
+        return self.response_format
+
+
 class CompletionRequest(Asked):
-    """``POST /v1/completions``. prompt: one, as text, which is read to the letter."""
+    """``POST /v1/completions``. prompt: one text, read without a chat template."""
 
     prompt: Annotated[str, BeforeValidator(_single)]
     best_of: Literal[1] = 1
@@ -226,7 +250,7 @@ class CompletionRequest(Asked):
 
 
 class Error(BaseModel):
-    """What is wrong, in OpenAI's shape. param: the field of the request."""
+    """An error in OpenAI's form. param: the wrong field of the request."""
 
     message: str
     type: str
@@ -235,7 +259,7 @@ class Error(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every response that is not a 2xx."""
+    """The body of a response with another status than 2xx."""
 
     error: Error
 
@@ -247,7 +271,7 @@ class PromptDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of prompt and answer; chunks count at full length."""
+    """Tokens of prompt and answer, cached ones included."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -284,7 +308,7 @@ class ChatChoice(_Choice):
 
 
 class ChatCompletion(_Answer):
-    """An answer to a chat. samkv: what it cost, see `Report`."""
+    """An answer to a chat. samkv: its report."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -297,16 +321,16 @@ class TextChoice(_Choice):
 
 
 class Completion(_Answer):
-    """What goes on from a prompt. samkv: what it cost, see `Report`."""
+    """The continuation of a prompt. samkv: its report."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
 def with_stream(model: type[BaseModel], events: str) -> dict[int | str, dict[str, Any]]:
-    """The responses of a route that answers with a body, or with events if asked for a stream.
+    """The responses of a route that answers with a body, or with a stream of events.
 
-    events: what their data are.
+    events: describes their data.
     """
     text = {"type": "string", "description": events}
     return {

@@ -1,4 +1,4 @@
-"""``/v1/samkv/chunks``: texts are cached, counted and deleted over HTTP."""
+"""``/v1/samkv/chunks``: cache, count and delete texts over HTTP."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MAX_TEXTS = 1024
 """Most texts of one request."""
 
 AT_ONCE, MOST_WAITING = 2, 32
-"""Requests of a key that cache or delete at a time, and that wait for it without a thread."""
+"""Requests of one key that cache or delete at the same time, and requests that wait their turn."""
 
 _Made = TypeVar("_Made")
 
 
 class Texts(Body):
-    """The texts of chunks, each read to the letter but for white space around it."""
+    """The texts of chunks. White space around them is ignored."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"texts": ["The ferry takes twelve minutes."]}]}
@@ -46,9 +46,9 @@ class Texts(Body):
 
 
 class CachedChunk(BaseModel):
-    """One text that has a cache now.
+    """A text that has a cache now.
 
-    bytes: of its file. was_cached: whether it had a sound cache before the request.
+    bytes: size of the file. was_cached: whether a valid cache existed before the request.
     """
 
     key: str
@@ -58,20 +58,20 @@ class CachedChunk(BaseModel):
 
 
 class CachedChunks(BaseModel):
-    """The texts of a request, in its order."""
+    """The texts of a request, in the same order."""
 
     object: Literal["list"] = "list"
     data: list[CachedChunk]
 
 
 class Deleted(BaseModel):
-    """deleted: chunks that there were, of whichever model."""
+    """deleted: number of deleted chunks, of all models."""
 
     deleted: int
 
 
 class ChunkFigures(BaseModel):
-    """The caches that one model and format have. See `FingerprintStats`."""
+    """The caches of one model and format, see `FingerprintStats`."""
 
     model: str
     dtype: str
@@ -86,7 +86,7 @@ class ChunkFigures(BaseModel):
 
 
 class StoreFigures(BaseModel):
-    """What the caller's namespace holds, in all and by model."""
+    """The caches of the caller's namespace, in total and by model."""
 
     object: Literal["samkv.chunks"] = "samkv.chunks"
     chunks: int
@@ -101,7 +101,7 @@ def router(service: Service) -> APIRouter:
     n_waiting = Counter[str]()
 
     async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:  # noqa: ANN401
-        """The result of ``work`` in a thread. It runs to its end although the client goes away."""
+        """The result of ``work`` in a thread, which ends even if the client disconnects."""
         owner = OWNER.get()
         if places[owner].locked() and n_waiting[owner] >= MOST_WAITING:
             raise Overloaded(
@@ -119,11 +119,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/chunks")
     async def cache(body: Texts, request: Request) -> CachedChunks:
-        """Cache texts, so that prompts which hold them are answered from their caches.
+        """Cache texts, so that prompts reuse their KV entries.
 
-        What is cached and sound is left alone. A text that cannot be cached is an error, and does
-        not keep the others from being cached: ``data`` of the error's body has an entry for each
-        text, with ``error`` in those that have no cache.
+        Valid caches stay as they are. A text that cannot be cached is an error, but the others are
+        cached: ``data`` of the error's body has an entry for each text, with ``error`` if it has no
+        cache.
         """
         engine = await service.engine(request.state.tenant)
         outcomes = await in_turn(_cache, engine, body.texts)
@@ -134,7 +134,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
-        """Delete all that is kept of texts, by whichever model.
+        """Delete everything that is stored about texts, for all models.
 
         Records of collections stay: a question that retrieves such a text caches it again.
         """
@@ -143,7 +143,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/chunks")
     async def stats(request: Request) -> StoreFigures:
-        """What the namespace of the key holds."""
+        """The caches of the key's namespace."""
         engine = await service.engine(request.state.tenant)
         return await off_loop(_figures, engine, service.settings.model_name)
 
@@ -151,7 +151,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk | SamkvError]:
-    """Cache the texts that can be; the others have the error that says why not."""
+    """Cache each text, or return the error that prevents it."""
     chunks = engine.chunks
     refs: dict[int, ChunkRef] = {}
     outcomes: dict[int, CachedChunk | SamkvError] = {}
@@ -165,7 +165,7 @@ def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk | SamkvErro
         found = chunks.look_up(chunks.agree(found))
         try:
             chunks.compute(found)
-        except InvalidChunk:  # one of them, and the others can be cached
+        except InvalidChunk:  # the other chunks can be cached
             for ref in found:
                 try:
                     chunks.compute([ref])
@@ -183,7 +183,7 @@ def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk | SamkvErro
 
 
 def _failure(outcomes: Sequence[CachedChunk | SamkvError], n_cached: int) -> Failure:
-    """The first error, and in the body what became of every text."""
+    """The first error, with the outcome of every text in its body."""
     failures = {
         place: Failure.of(one) for place, one in enumerate(outcomes) if isinstance(one, SamkvError)
     }
@@ -203,7 +203,7 @@ def _failure(outcomes: Sequence[CachedChunk | SamkvError], n_cached: int) -> Fai
 
 
 def _figures(engine: Engine, model_name: str) -> StoreFigures:
-    """Figures of the engine's namespace alone. A model is named without its folder."""
+    """The caches of the engine's namespace. Names of models omit their folders."""
     store = engine.store
     rows = [
         ChunkFigures(

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.bodies import (
     Asked,
@@ -20,7 +21,7 @@ from samkv_integrations.server.bodies import (
     CompletionRequest,
     with_stream,
 )
-from samkv_integrations.server.service import Service, usage_of
+from samkv_integrations.server.service import Service
 
 _EVENTS = """Chunks of the answer as OpenAI's API has them; the data of the last is `[DONE]`. What
 the answer cost stands under `samkv` in the last chunk, with `usage` if that was asked for."""
@@ -39,7 +40,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/completions", response_model=None, responses=with_stream(Completion, _EVENTS))
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        """Go on from a prompt, which is read to the letter."""
+        """Continue a prompt, without a chat template."""
         return await answered(request, body, body.prompt)
 
     async def answered(request: Request, body: Asked, prompt: Prompt) -> Response:
@@ -54,7 +55,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _Writer:
-    """Writes one answer in OpenAI's form, of a chat or of a text."""
+    """Writes one answer in OpenAI's form, as a chat or as a text."""
 
     def __init__(self, body: Asked) -> None:
         self._is_chat = isinstance(body, ChatRequest)
@@ -92,7 +93,7 @@ class _Writer:
             piece = {"delta": {"content": text}} if self._is_chat else {"text": text}
             yield {**head, "choices": [_choice(piece)]}
         end = _choice({"delta": {}} if self._is_chat else {"text": ""}, stream.finish_reason)
-        # without the name of the model in this machine, such as a folder
+        # the report names the model as this machine does, such as by a folder
         cost = {"samkv": stream.report.to_dict() | {"model": head["model"]}}
         if not self._includes_usage:
             yield {**head, "choices": [end], **cost}

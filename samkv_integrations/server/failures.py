@@ -46,11 +46,10 @@ _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
 
 
 class Failure(HTTPException):
-    """Why a request is not answered.
+    """An error response.
 
-    status: of HTTP. type, code, param: as OpenAI's errors have them; param is the field of the
-    request that is wrong. more: what the body has beside the error. cause: for the log; the client
-    is not told, as it may name folders of the server.
+    type, code, param: those of OpenAI's errors; param is the wrong field of the request. more:
+    further keys of the body. cause: for the log only, as it may name folders of the server.
     """
 
     def __init__(
@@ -70,9 +69,10 @@ class Failure(HTTPException):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """The failure that an exception is. Messages of ours are made for users, but the store's.
+        """The response to an exception.
 
-        The message of an unexpected exception is not even logged, as it may hold a prompt.
+        Messages of a `SamkvError` are shown, except the store's. The message of an unexpected
+        exception is not even logged, because it may hold a prompt.
         """
         if isinstance(error, Failure):
             return error
@@ -98,7 +98,7 @@ class Failure(HTTPException):
 
     @classmethod
     def of_body(cls, errors: Sequence[Any]) -> Failure:
-        """Why a body is refused: the first of pydantic's errors."""
+        """The response to an invalid body. errors: those of pydantic, of which the first counts."""
         error = errors[0]
         where = [str(part) for part in error["loc"] if part != "body"]
         param = ".".join(where)[:_SHOWN] or None
@@ -138,5 +138,5 @@ class Failure(HTTPException):
 
 
 def gone() -> Failure:
-    """The client is gone: for log and metrics alone. 499 is nginx's status for this."""
+    """The client disconnected, for log and metrics. 499 is nginx's status for it."""
     return Failure(status=499, message="the client is gone", code="client_gone")

@@ -1,29 +1,29 @@
-"""``/v1/responses``: OpenAI's newer form of a chat, without a memory of earlier ones."""
+"""``/v1/responses``: OpenAI's newer form of a chat. The server keeps no chat."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.server.bodies import (
-    Asked,
+    AskedInChat,
     Body,
     Message,
     ResponseFormat,
     SchemaFormat,
     with_stream,
 )
-from samkv_integrations.server.service import Service, usage_of
+from samkv_integrations.server.service import Service
 
 _EVENTS = """The events of OpenAI's API, from `response.created` over `response.output_text.delta`
 to `response.completed`, or `response.incomplete` for an answer that was cut; then `[DONE]`. What
@@ -31,7 +31,7 @@ the answer cost stands under `samkv` in the last response."""
 
 
 def _as_messages(given: object) -> object:
-    """What was said so far, as messages; texts of other turns come back in parts of this API."""
+    """The input as messages in the form of chat completions."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -54,7 +54,7 @@ def _as_text_part(part: Any) -> object:  # noqa: ANN401
 
 
 class TextForm(SchemaFormat):
-    """The form of an answer; a schema stands beside its name."""
+    """The form of an answer, with the schema beside its name."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -68,16 +68,16 @@ class TextForm(SchemaFormat):
 
 
 class TextOptions(Body):
-    """How the answer is written."""
+    """The form of an answer."""
 
     format: TextForm = TextForm()
 
 
-class ResponseRequest(Asked):
+class ResponseRequest(AskedInChat):
     """``POST /v1/responses``.
 
-    input: one user message, or messages. instructions: a system message before them.
-    max_output_tokens: as ``max_tokens``. store: nothing is kept either way.
+    input: a user message, or several messages. instructions: a system message before them.
+    max_output_tokens: the same as ``max_tokens``. store: accepted, but nothing is stored.
     """
 
     input: Annotated[
@@ -92,41 +92,20 @@ class ResponseRequest(Asked):
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=0)] = []
-    tools: Annotated[list[Any], Field(max_length=0)] = []
     tool_choice: Literal["none", "auto"] = "none"
-    parallel_tool_calls: bool | None = None
-    top_logprobs: Literal[0] = 0
-    service_tier: Literal["auto", "default"] = "auto"
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
-    @model_validator(mode="after")
-    def _check_length(self) -> ResponseRequest:
-        if self.max_tokens is not None and self.max_output_tokens is not None:
-            raise PydanticCustomError(
-                "length", "max_tokens and max_output_tokens are the same thing; give one"
-            )
-        return self
+    _length: ClassVar[str] = "max_output_tokens"
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The chat, as chat templates take it."""
+        """The turns for a chat template."""
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return [*first, *(message.turn for message in self.input)]
 
     @property
-    def most_tokens(self) -> int | None:
-        """Most tokens of the answer, if the client says."""
-        return self.max_output_tokens or self.max_tokens
-
-    @property
-    def options(self) -> AnswerOptions:
-        """The options of the answer that were given, but for its length."""
-        options, form = super().options, self.text.format
-        schema = ResponseFormat(type=form.type, json_schema=form).schema_of_answer
-        if schema is not None:
-            options["json_schema"] = schema
-        return options
+    def form(self) -> ResponseFormat:
+        """The form of the answer."""
+        return ResponseFormat(type=self.text.format.type, json_schema=self.text.format)
 
 
 class OutputText(BaseModel):
@@ -148,7 +127,7 @@ class OutputMessage(BaseModel):
 
 
 class ResponseBody(BaseModel):
-    """An answer. incomplete_details: why it was cut. samkv: what it cost, see `Report`."""
+    """An answer. incomplete_details: why it was cut. samkv: its report."""
 
     id: str
     object: Literal["response"]
@@ -168,7 +147,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/responses", response_model=None, responses=with_stream(ResponseBody, _EVENTS))
     async def respond(body: ResponseRequest, request: Request) -> Response:
-        """Answer a chat, which goes through the model's own chat template. Nothing is kept."""
+        """Answer a chat, which goes through the model's own chat template. Nothing is stored."""
         service.require_model(body.model)
         engine = await service.engine(request.state.tenant)
         return await service.respond(

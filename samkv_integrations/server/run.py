@@ -1,4 +1,4 @@
-"""A server process: its address, its parts in plain values, and its run."""
+"""A server process: its address, what it is made of, and its run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy
 
 MAX_HEADER_BYTES = 2**16
-"""Of one request; more is answered with a 400."""
+"""Most bytes of a request's headers; the server answers more with a 400."""
 
 RETURN_S = 30.0
-"""From one `return_memory` to the next, which takes a tenth of a second on a busy server."""
+"""Seconds between two calls of `return_memory`, which take .1 s on a busy server."""
 
 _M_ARENA_MAX = -8  # of malloc.h
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSource:
-    """A server in plain values, of which other processes make the same one. Keys are digests.
+    """Plain values from which any process makes the same server. Keys are digests.
 
     model: any name that `load_model` takes. device, dtype: as of `load_model`.
     folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the
@@ -62,7 +62,7 @@ class ServerSource:
         return Database(self.folder / "chroma", self.chroma)
 
     def tenancy(self) -> Tenancy:
-        """The model, loaded, and an engine for each namespace: a wrong folder is found out now.
+        """Load the model, and open an engine for each namespace, which finds wrong folders early.
 
         Raises as `load_model` and `Tenancy.engine` do.
         """
@@ -77,10 +77,10 @@ class ServerSource:
         return tenancy
 
     def replica(self) -> FastAPI:
-        """The application, on a model of its own, for a process beside others.
+        """The application with a model of its own, for one of several processes.
 
-        Raises InvalidOption if the folder is not here, where no remote tier could fill it; else as
-        `tenancy`.
+        Raises InvalidOption if the folder does not exist and there is no remote tier, and as
+        `tenancy` does.
         """
         if self.remote is None and not (self.folder / "kv").is_dir():
             raise InvalidOption(
@@ -92,10 +92,10 @@ class ServerSource:
 
 
 def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
-    """A socket that takes connections; port 0 is any free one.
+    """A listening socket. port: 0 for a free one.
 
-    Raises InvalidOption if the port is taken, or the address is not this machine's; or if others
-    could reach it, and there are no keys.
+    Raises InvalidOption if the port is taken or the address is not this machine's, or if other
+    machines could reach a server without keys.
     """
     is_loopback = host == "localhost"
     with suppress(ValueError):
@@ -119,13 +119,13 @@ def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The URL of a socket that listens, without a path."""
+    """The URL of a listening socket, without a path."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """A server whose `run` has to be called, with sockets. ready: called once it answers."""
+    """A uvicorn server for sockets that listen already. ready: called once it answers."""
 
     def __init__(self, app: FastAPI, grace_s: int | None, ready: Callable[[], None]) -> None:
         super().__init__(
@@ -145,10 +145,9 @@ class Server(uvicorn.Server):
 
 @cache
 def spare_memory() -> None:
-    """Keep less of freed memory in this process from now on, where its C library is glibc.
+    """Limit the freed memory that glibc keeps in this process; no effect with another C library.
 
-    Threads allocate from two arenas, not eight a core: each keeps what is freed in it. And what
-    is freed is given back from time to time.
+    Threads share two arenas in place of eight a core, and freed memory is returned regularly.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
@@ -162,18 +161,18 @@ def spare_memory() -> None:
 
 
 def return_memory() -> None:
-    """Give the system back what was freed: glibc keeps pages that lie below ones in use.
+    """Return freed memory to the system, which glibc does not while later pages are in use.
 
-    Does nothing where there is another C library than glibc.
+    No effect with another C library.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def run(source: ServerSource, listening: socket.socket, ready: Callable[[str], None]) -> None:
-    """Answer requests until SIGTERM or SIGINT; running answers are let end then.
+    """Answer requests until SIGTERM or SIGINT, then let running answers finish.
 
-    ready: called with the server's address, once it answers.
+    ready: called with the server's address once it answers.
     """
     spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -1,4 +1,4 @@
-"""Answers for all routes: begun, written as a body or as events, counted."""
+"""How every route answers: begin an answer, write it as a body or as events, count it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from prometheus_client import (
 )
 from starlette.types import Receive, Scope, Send
 
+from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import AnswerOptions
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
@@ -34,7 +34,7 @@ from samkv_integrations.server.tenancy import Tenancy, Tenant
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-"""No cache keeps an answer, and nginx passes each event on as it comes."""
+"""No cache stores an answer, and nginx forwards each event at once."""
 
 _log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
@@ -42,12 +42,12 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a server, beside its model, its folder and its keys.
+    """Settings of a server beside its model, its folder and its keys.
 
-    model_name: what clients call the model. most_tokens: of an answer whose client names no number.
-    timeout_s: seconds that an answer may take, waiting included; None for no limit. logs_prompts:
-    whether prompts go to the log, at INFO; else no part of them does. max_body_bytes: of a
-    request. grace_s: seconds that running answers have when the server ends; None for no limit.
+    model_name: the name that clients use. most_tokens: most tokens of an answer whose client names
+    no number. timeout_s: most seconds of an answer, waiting included; None for no limit.
+    logs_prompts: whether prompts are logged, at INFO. max_body_bytes: most bytes of a request.
+    grace_s: seconds for running answers at shutdown; None for no limit.
     """
 
     model_name: str
@@ -59,7 +59,7 @@ class Settings:
 
 
 class Metrics:
-    """Figures of one server for Prometheus. No label holds a text, a key, or a tenant's name."""
+    """Prometheus metrics of one server. No label holds a text, a key or a tenant's name."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         own = self._registry = CollectorRegistry()
@@ -96,11 +96,11 @@ class Metrics:
             Gauge(name, help_, registry=own).set_function(value)
 
     def count_request(self, path: str, status: int) -> None:
-        """A request is over. path: the route, with its parameters' names."""
+        """Count a request that has ended. path: the route with the names of its parameters."""
         self._requests.labels(path, str(status)).inc()
 
     def count_answer(self, report: Report) -> None:
-        """An answer is over, complete or not."""
+        """Count an answer that has ended, complete or not."""
         for source, n_tokens in (
             ("chunks", report.cached_tokens - report.prefix_tokens),
             ("prefix", report.prefix_tokens),
@@ -121,7 +121,7 @@ class Metrics:
 
     @property
     def text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -136,7 +136,7 @@ class Writer(Protocol):
 
 
 class Service:
-    """Answers, for all routes. since: when it began."""
+    """Answers requests of all routes. since: start of the server, seconds since the epoch."""
 
     def __init__(self, tenancy: Tenancy, settings: Settings) -> None:
         self.tenancy, self.settings = tenancy, settings
@@ -144,7 +144,7 @@ class Service:
         self.since = int(time.time())
 
     def require_model(self, name: str) -> None:
-        """Raises Failure if the model has another name."""
+        """Raises Failure if ``name`` is not the model's."""
         known = self.settings.model_name
         if name != known:
             raise Failure(
@@ -168,10 +168,10 @@ class Service:
         is_streamed: bool,
         chunks: Sequence[str] | None = None,
     ) -> Response:
-        """The response to a question; a stream begins once its first token is there.
+        """The response to a prompt. A stream begins with its first token.
 
-        prompt, chunks, options, errors: as of `Engine.stream`. most_tokens: None for as many as the
-        server allows, and as fit.
+        prompt, chunks, options, errors: see `Engine.stream`. most_tokens: None for the server's
+        limit, or less if the context window is smaller.
         """
         if self.settings.logs_prompts:
             _log.info("prompt: %r", prompt)
@@ -201,7 +201,7 @@ class Service:
     async def _events(
         self, request: Request, stream: AnswerStream, writer: Writer
     ) -> AsyncIterator[str]:
-        """The events of an answer, which ends with them. The last one may be an error."""
+        """The events of an answer, of which the last may be an error; then the answer is closed."""
         try:
             async with stream:
                 async for data in writer.events(stream):
@@ -214,18 +214,8 @@ class Service:
             self.metrics.count_answer(stream.report)
 
 
-def usage_of(report: Report) -> dict[str, Any]:
-    """Tokens of prompt and answer; chunks count at full length, and as cached if they were."""
-    return {
-        "prompt_tokens": report.prompt_tokens,
-        "completion_tokens": report.completion_tokens,
-        "total_tokens": report.prompt_tokens + report.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": report.cached_tokens},
-    }
-
-
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Made]) -> _Made:
-    """The result of ``work``. It is cancelled when the client goes away, which is a Failure."""
+    """The result of ``work``. Cancels it and raises Failure if the client disconnects."""
     working = asyncio.ensure_future(work)
 
     async def cancel_when_gone() -> None:
@@ -245,7 +235,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Made]) -> _Ma
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events, which end when the client goes away."""
+    """Server-sent events, which end when the client disconnects."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""API keys, and what each may read: the engines and collections of a tenant."""
+"""API keys, and the engines and collections that each may read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 
 LEAST_LENGTH = 16
-"""Characters of the shortest key: fewer could be guessed."""
+"""Fewest characters of a key; shorter ones could be guessed."""
 
 _FORM = "give each line as KEY, KEY NAMESPACE, or KEY NAMESPACE COLLECTION..."
 
@@ -29,8 +29,8 @@ _FORM = "give each line as KEY, KEY NAMESPACE, or KEY NAMESPACE COLLECTION..."
 class Tenant:
     """The holder of a key.
 
-    namespace: of its chunk caches. collections: what it may ask. owner: tells keys apart, whose
-    requests take turns.
+    namespace: of its chunk caches. collections: those that it may ask. owner: identifies the key
+    for scheduling, as keys take turns.
     """
 
     namespace: str = ""
@@ -39,10 +39,10 @@ class Tenant:
 
 
 class ApiKeys:
-    """The keys that a server knows, as SHA-256 digests. Without any, every request is answered.
+    """The keys of a server, as SHA-256 digests. Without keys every request is answered.
 
     Args:
-        text: a key a line, see `_FORM`; quoted as in a shell, ``#`` begins a comment.
+        text: one key a line, see `_FORM`, quoted as in a shell; ``#`` begins a comment.
         everybody: the tenant of requests without keys, and of keys that name no namespace.
 
     Raises InvalidOption for a line in another form, a short key, or a key that occurs twice. No
@@ -77,13 +77,13 @@ class ApiKeys:
 
     @property
     def tenants(self) -> Iterable[Tenant]:
-        """Everybody whose requests are answered."""
+        """All tenants whose requests are answered."""
         return set(self._tenants.values()) or {self._everybody}
 
     def tenant_of(self, authorization: str | None) -> Tenant | None:
         """The tenant of a request with this header; None without a known key.
 
-        All digests are compared, each in constant time.
+        Compares with every digest, in constant time.
         """
         if not self._tenants:
             return self._everybody
@@ -100,7 +100,7 @@ def _digest(key: str) -> bytes:
 
 
 class Tenancy:
-    """Engines and collections, one engine a namespace; they share the model and its thread.
+    """The engines, one for each namespace, and their collections. Engines share the model.
 
     Args:
         scheduler: runs the model, for all.
@@ -126,7 +126,7 @@ class Tenancy:
         self._opening = threading.Lock()
 
     def engine(self, tenant: Tenant) -> Engine:
-        """The engine of a tenant's namespace, opened when it is first asked for.
+        """The engine of a tenant's namespace, opened at its first use.
 
         Raises StoreError if the folder cannot be used, InvalidOption for a wrong namespace.
         """
@@ -145,7 +145,7 @@ class Tenancy:
         """A collection that the tenant may ask, and its caches.
 
         Raises:
-            UnknownOption: there is none, or it is another tenant's; the message is the same.
+            UnknownOption: it does not exist or is another tenant's, with the same message.
             StoreError: the Chroma database cannot be used, or it is another's.
         """
         if collection not in tenant.collections:

@@ -33,7 +33,7 @@ from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.upkeep import gc, verify
-from samkv_integrations.engine.options import read_tuned
+from samkv_integrations.engine.tuned import read_tuned
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import (
     TINY,

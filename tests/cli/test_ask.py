@@ -12,6 +12,8 @@ import pytest
 
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.cli import tables
+from samkv_integrations.engine import engine as engine_module
+from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import Answer
 from samkv_integrations.errors import InvalidOption
@@ -264,3 +266,23 @@ def test_records_of_another_namespace_are_not_asked(town: Path) -> None:
     ran("ingest", str(town))
     line = error_of("ask", "Who?", "--namespace", "other")
     assert "have their caches in namespace ''" in line
+
+
+@pytest.mark.beginnings
+def test_a_question_may_do_without_exact_beginnings(
+    town: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    class Noted(Beginnings):
+        def __init__(self, *given: Any) -> None:
+            made.append("made")
+            super().__init__(*given)
+
+    monkeypatch.setattr(engine_module, "Beginnings", Noted)
+    ran("ingest", str(town))
+    made.clear()
+    ran("ask", "Who works there?", "--no-exact-beginnings")
+    assert made == []
+    ran("ask", "Who works there?")
+    assert made == ["made"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.options import (
+from samkv_integrations.engine.tuned import (
     TUNED_FILE,
     Scalar,
     TunedSetting,

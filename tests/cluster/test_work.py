@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +99,14 @@ def test_a_worker_of_another_machine_shares_what_it_computes(
 ) -> None:
     secret = ChunkStore(source.kv_dir or "").secret
     remote = f"file://{tmp_path}/shared"
-    own = replace(source, kv_remote=remote, kv_dir=tmp_path / "own")
+    own = source.model_copy(update={"kv_remote": remote, "kv_dir": tmp_path / "own"})
     monkeypatch.setenv("SAMKV_STORE_SECRET", secret.hex())
     assert failed(CacheWorker(own, engine.key_of(PROBE), 1), TEXTS[:2]) == {}
-    driver = engine_of(replace(source, kv_remote=remote))
+    driver = engine_of(source.model_copy(update={"kv_remote": remote}))
     assert [driver.is_cached(text) for text in TEXTS[:3]] == [True, True, False]
     monkeypatch.setenv("SAMKV_STORE_SECRET", bytes(32).hex())
-    strange = replace(own, kv_dir=tmp_path / "strange", kv_remote=f"file://{tmp_path}/other")
+    other = {"kv_dir": tmp_path / "strange", "kv_remote": f"file://{tmp_path}/other"}
+    strange = own.model_copy(update=other)
     with pytest.raises(InvalidOption, match="SAMKV_STORE_SECRET"):
         CacheWorker(strange, engine.key_of(PROBE), 1)
 
@@ -126,7 +126,7 @@ def test_a_worker_refuses_another_store_or_model(
     if "kv_dir" in changed:
         changed = {"kv_dir": tmp_path / changed["kv_dir"]}
     with pytest.raises(InvalidOption, match=message):
-        CacheWorker(replace(source, **changed), engine.key_of(PROBE), 1)
+        CacheWorker(source.model_copy(update=changed), engine.key_of(PROBE), 1)
     assert not chunk_files(tmp_path) and not (tmp_path / "absent").exists()
 
 
@@ -141,7 +141,7 @@ def test_a_worker_refuses_another_store_or_model(
 def test_what_cannot_be_sent_is_said_before_anything_begins(
     tmp_path: Path, changed: dict[str, Any], pool: dict[str, Any], message: str
 ) -> None:
-    source = replace(ModelSource(model_name="tiny", kv_dir=tmp_path / "kv"), **changed)
+    source = ModelSource(model_name="tiny", kv_dir=tmp_path / "kv").model_copy(update=changed)
     with pytest.raises(InvalidOption, match=message):
         cache_on_ray(engine_in(tmp_path / "kv"), source, TEXTS, WorkerPool(**pool))
 

@@ -13,7 +13,7 @@ import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.upkeep import gc, verify
-from samkv_integrations.engine.options import TUNED_FILE, TunedSetting, read_tuned, write_tuned
+from samkv_integrations.engine.tuned import TUNED_FILE, TunedSetting, read_tuned, write_tuned
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of, own_choices

@@ -118,7 +118,7 @@ def test_pipelines_notice_another_store() -> None:
     steps = [SamKVCacheTransform(engine=each) for each in (*engines, engines[0])]
     one, two, again = (get_transformation_hash(nodes, step) for step in steps)
     assert one == again != two
-    with pytest.raises(TypeError, match="store_id"):
+    with pytest.raises(UnknownOption, match="'store_id'; known: "):
         SamKVCacheTransform(engine=engines[0], store_id="mine")
     moved = SamKVCacheTransform.from_dict(steps[0].to_dict(), engine=engines[1])
     assert moved.store_id == steps[1].store_id != steps[0].store_id

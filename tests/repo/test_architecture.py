@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "samkv_integrations"
 
 FLOORS = (
-    {"errors"},
+    {"errors", "option"},
     {"cache", "documents", "embedding", "eviction", "figures", "model"},
     {"prompt"},
     {"methods"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from samkv_integrations import METHODS, ChunkStore
-from samkv_integrations.engine.options import TunedSetting, write_tuned
 from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.engine.tuned import TunedSetting, write_tuned
 from samkv_integrations.server.tenancy import Tenancy, Tenant
 from tests.support.models import tiny_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -59,8 +58,8 @@ from samkv_integrations.frameworks.local_llm import (
     GENERATE_KWARGS,
     LocalLLM,
     checked_generate_kwargs,
-    takes_tools,
 )
+from samkv_integrations.frameworks.tool_calls import takes_tools
 from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.text import check_text
@@ -70,21 +69,21 @@ if TYPE_CHECKING:
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _UNWRITTEN = "engine_only"
-"""Field of a dictionary with the names of what it leaves out, if there is anything."""
+"""Key of a dictionary with the names of what it omits, if anything."""
 
 
 class SamKVLLM(LocalLLM, FunctionCallingLLM):
-    r"""A local Hugging Face model that answers from the KV caches of the chunks in its prompt.
+    r"""A local Hugging Face model that reuses the KV caches of the chunks in its prompt.
 
-    Arguments are called what `HuggingFaceLLM` calls them. Texts of cached chunks in a prompt are
-    answered from their caches, and so are handles, which `SamKVPostprocessor` can put there.
-    Everything else is computed as usual.
+    Texts of cached chunks in a prompt are loaded from their caches, and so are handles, which
+    `SamKVPostprocessor` can put there. Everything else is computed as usual.
 
-    Arguments are the fields of this class and of `LocalLLM`, and those of every LLM of LlamaIndex:
-    ``system_prompt``, ``messages_to_prompt``, ``completion_to_prompt``, ``callback_manager``, ...
-    Every call takes what generate_kwargs may hold, and max_tokens (or max_new_tokens).
+    Arguments have the names of `HuggingFaceLLM`. They are the fields of this class and of
+    `LocalLLM`, and those of every LLM of LlamaIndex: ``system_prompt``, ``messages_to_prompt``,
+    ``completion_to_prompt``, ``callback_manager``, ... A call takes the options of generate_kwargs,
+    and max_tokens (or max_new_tokens).
 
-    ``raw["samkv"]`` of a response, or `last_report`, says what the answer cost.
+    ``raw["samkv"]`` of a response, and `last_report`, hold the report of the answer.
 
     Instantiate:
         ```python
@@ -120,15 +119,15 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     """
 
     model: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
-    """A loaded model of transformers, for which model_name is a label then, or another name of
-    model_name; None once the engine has it."""
+    """A loaded model of transformers, whose label is model_name; or, as a string, another name of
+    model_name. None once the engine has it."""
     tokenizer: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
-    """A loaded tokenizer of transformers; a ``model`` needs it, or tokenizer_name."""
+    """A loaded tokenizer of transformers; ``model`` needs it, or tokenizer_name."""
     tokenizer_outputs_to_remove: list[str] | None = Field(default=None, exclude=True, repr=False)
-    """Accepted so that arguments of `HuggingFaceLLM` fit: a model is given token ids alone."""
+    """Accepted for compatibility with `HuggingFaceLLM`; a model here gets token ids only."""
     context_window: int | None = Field(default=None, strict=True)
-    """Tokens that LlamaIndex may fill with a prompt and its answer; None for the model's. What it
-    gets wrong is computed all the same, as long as the model's own window has room."""
+    """Tokens that LlamaIndex may fill with a prompt and its answer; None for the model's. A prompt
+    that exceeds it is computed if the model's own window has room."""
     max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, strict=True)
     """Most tokens of an answer."""
     generate_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -136,11 +135,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     query_wrapper_prompt: _Wrapper = None  # type: ignore[assignment]  # upstream's is no string
     """A template with ``{query_str}`` around the prompt of a completion."""
     is_chat_model: bool | None = None
-    """Whether LlamaIndex shall prompt with messages; None if there is a template, and neither
-    query_wrapper_prompt nor completion_to_prompt to prompt otherwise."""
+    """Whether LlamaIndex prompts with messages; None: if there is a chat template, and neither
+    query_wrapper_prompt nor completion_to_prompt."""
     cache_retrieved: bool = False
-    """Whether nodes that any retriever of this process finds are cached when a prompt first holds
-    them; for an index that was made without `SamKVCacheTransform`."""
+    """Whether to cache nodes, which any retriever of this process has found, when a prompt first
+    holds them; for an index that was built without `SamKVCacheTransform`."""
 
     _elsewhere: ClassVar[Mapping[str, str]] = {
         **{
@@ -151,7 +150,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     }
     _n_added: int = PrivateAttr(default=0)
     _takes_tools: bool = PrivateAttr(default=False)
-    _engine_only: list[str] = PrivateAttr(default_factory=list)  # a pickle has no engine to ask
+    _engine_only: list[str] = PrivateAttr(default_factory=list)  # kept, as a pickle has no engine
 
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +175,8 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         super()._check()
 
     def _source(self) -> ModelSource:
-        return replace(super()._source(), model=self.model, tokenizer=self.tokenizer)
+        given = {"model": self.model, "tokenizer": self.tokenizer}
+        return super()._source().model_copy(update=given)
 
     def _attach(self) -> None:
         super()._attach()
@@ -194,7 +194,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             self.pydantic_program_mode = PydanticProgramMode.LLM  # see `structured_predict`
         self._n_added, self._takes_tools = self._count_added(), takes_tools(model)
         own_method, own_eviction = own_choices(self.engine)
-        # A tuned one lies in the folder of the caches, where the next engine finds it.
+        # the next engine finds a tuned method in the folder of the caches
         is_default = METHODS.get(self.engine.method.name) == self.engine.method
         left_out = {
             "method": not (self.method or own_method or is_default or self.engine.tuned),
@@ -209,7 +209,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     @classmethod
     def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:  # noqa: ANN401
-        """An LLM on an engine that is there already; kwargs as for the class."""
+        """An LLM on an existing engine. kwargs: those of the class."""
         return cls(engine=engine, **kwargs)
 
     @classmethod
@@ -223,10 +223,10 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex asks of a model.
+        """The metadata that LlamaIndex reads.
 
-        The context window is what it may fill: without what the chat template and the system prompt
-        add to a prompt, of which LlamaIndex does not know.
+        The context window excludes the tokens that the chat template and the system prompt add,
+        because LlamaIndex does not count them.
         """
         return LLMMetadata(
             context_window=(self.context_window or 0) - self._n_added,
@@ -238,10 +238,9 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     @property
     def tokenizer_fn(self) -> Callable[[str], list[int]]:
-        """A tokenizer for LlamaIndex's `PromptHelper`, which counts what it returns.
+        """A tokenizer for LlamaIndex's `PromptHelper`, which reads only the length of the list.
 
-        A handle counts as its chunk, and a text as the longer of itself and what `repr` writes of
-        it; the numbers in the list mean nothing.
+        A handle counts as its chunk, a text as the longer of itself and its `repr`.
         """
         return self._count
 
@@ -249,7 +248,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         return [0] * max(self._n_tokens(form) for form in {text, as_in_repr(text)})
 
     def _count_added(self) -> int:
-        """Tokens that a prompt has beside what LlamaIndex has written of it."""
+        """Tokens that the chat template and the system prompt add to a prompt."""
         written = "THE PROMPT"
         if self.is_chat_model:
             prompt = self._chat_prompt([ChatMessage(role=MessageRole.USER, content=written)])
@@ -268,23 +267,22 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     # -- as a dictionary --------------------------------------------------------------------
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
-        """The arguments; and under ``engine_only`` the names of what `from_dict` needs engine= for.
+        """The arguments as a dictionary. kwargs: those of LlamaIndex.
 
-        It never fails, because LlamaIndex calls it for its events and caches too.
-
-        kwargs: those of LlamaIndex.
+        ``engine_only`` names properties of the engine that no dictionary can hold; `from_dict` then
+        needs ``engine``. Never fails, because LlamaIndex calls it for its events and caches too.
         """
         data: dict[str, Any] = super().to_dict(**kwargs)
         return data | ({_UNWRITTEN: self._engine_only} if self._engine_only else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:  # noqa: ANN401
-        """The LLM that `to_dict` described, loaded anew by its name.
+        """The LLM that `to_dict` described, loaded by its name.
 
-        kwargs: arguments that win over ``data``; with ``engine``, or ``model`` and ``tokenizer``,
-        nothing is loaded. Functions, parsers and hub tokens are not in ``data``: give them again.
+        kwargs: arguments that override ``data``; with ``engine``, or ``model`` and ``tokenizer``,
+        nothing is loaded. ``data`` holds no functions, parsers and hub tokens: give them again.
 
-        Raises InvalidOption if ``data`` names what it could not hold, and no ``engine`` is given.
+        Raises InvalidOption if ``data`` has ``engine_only``, and no ``engine`` is given.
         """
         data = dict(data)
         names = data.pop(_UNWRITTEN, ())
@@ -305,7 +303,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         llm: Self = super().from_dict(
             {name: value for name, value in data.items() if name not in spared}, **kwargs
         )
-        for name in spared:  # the next to be loaded from a dict needs them
+        for name in spared:  # a later `to_dict` must have them
             setattr(llm, name, data[name])
         return llm
 
@@ -321,11 +319,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:  # noqa: ANN401
-        """The answer to a prompt, which a chat model reads as one user message.
+        """The answer to a prompt, which becomes one user message of a chat model.
 
-        With ``completion_to_prompt`` or ``query_wrapper_prompt`` it reads what they make of it.
+        ``completion_to_prompt`` and ``query_wrapper_prompt`` take the place of the chat template.
 
-        formatted: whether the prompt is what the model shall read, to the letter.
+        formatted: whether the model reads the prompt unchanged.
         """
         return self._whole(self._completion_prompt(prompt, formatted), kwargs)
 
@@ -336,9 +334,9 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         formatted: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> CompletionResponseGen:
-        """Like `complete`, delta by delta: ``delta`` is new, ``text`` is all so far.
+        """Like `complete`, as a stream: ``delta`` is new, ``text`` is everything so far.
 
-        Mistakes raise here. The last response has no new text; it carries the complete report.
+        Errors are raised here. The last response has an empty delta and the complete report.
         """
         return self._deltas(self._run(self._completion_prompt(prompt, formatted), kwargs), kwargs)
 
@@ -369,8 +367,8 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
         """The assistant's next message.
 
-        Prompted with ``messages_to_prompt`` if that was given, else with the model's chat template,
-        else (it has none) with LlamaIndex's plain form.
+        The prompt is made by ``messages_to_prompt`` if it was given, else by the model's chat
+        template, else by LlamaIndex's default.
         """
         prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
         return to_chat(self._whole(prompt, kwargs), use)
@@ -408,12 +406,12 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     ) -> Model:
         """An object of ``output_cls``; llm_kwargs: options of the call.
 
-        LlamaIndex writes the schema into the prompt, and the answer is held to it token by token.
-        With ``pydantic_program_mode`` ``function`` it asks for a call of a tool instead.
+        LlamaIndex writes the schema into the prompt, and each token of the answer conforms to it.
+        With ``pydantic_program_mode`` ``function`` the answer is a call of a tool instead.
 
         Raises:
             AnswerCut: the answer reached max_new_tokens before it was complete.
-            InvalidOption: the schema of the class asks for what cannot be decided token by token.
+            InvalidOption: the schema of the class cannot be decided token by token.
             MissingExtra: llguidance is not installed.
         """
         kwargs = self._with_schema(output_cls, llm_kwargs)
@@ -492,7 +490,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         allow_parallel_tool_calls: bool = False,
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResponse:
-        """The same, with its first call alone unless several are allowed."""
+        """The response; without parallel calls it keeps only its first call."""
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not allow_parallel_tool_calls and len(calls) > 1:
             response.message.blocks = [
@@ -506,7 +504,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         error_on_no_tool_call: bool = True,
         **kwargs: Any,  # noqa: ANN401
     ) -> list[ToolSelection]:
-        """The calls of an answer; without any an error, or an empty list."""
+        """The calls of an answer. Raises InvalidOption if there are none, unless told otherwise."""
         found = [
             ToolSelection(
                 tool_id=block.tool_call_id or "",
@@ -561,11 +559,10 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             return await self.engine.astream(prompt, **options)
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        always = {"timeout": self.timeout, **self.generate_kwargs}
-        return self._options_of(given, always, self.max_new_tokens)
+        return self._options_of(given, self.generate_kwargs, self.max_new_tokens)
 
     def _announce(self, prompt: Prompt) -> None:
-        if self.cache_retrieved:  # for later prompts, even where `auto` computes this one in full
+        if self.cache_retrieved:  # for later prompts, even if `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
 
     def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
@@ -627,7 +624,7 @@ def _saying_how_llama_index_counts() -> Iterator[None]:
 
 
 def expect_retrieved(engine: Engine) -> None:
-    """From now on ``engine`` expects the texts that any retriever of this process finds."""
+    """Announce to ``engine`` the texts that any retriever of this process finds from now on."""
     dispatcher = get_dispatcher()
     listening = (each for each in dispatcher.event_handlers if isinstance(each, _Retrievals))
     handler = next(listening, None)
@@ -638,7 +635,7 @@ def expect_retrieved(engine: Engine) -> None:
 
 
 class _Retrievals(BaseEventHandler):
-    """One for all engines, which it does not keep alive."""
+    """The event handler of all engines, which it holds weakly."""
 
     _engines: WeakSet[Engine] = PrivateAttr(default_factory=WeakSet)
 

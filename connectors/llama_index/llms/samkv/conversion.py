@@ -1,4 +1,4 @@
-"""Between LlamaIndex's messages, keyword arguments and responses, and what the engine takes."""
+"""Conversion between LlamaIndex's messages and responses, and the engine's prompts and answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.local_llm import (
+from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.frameworks.tool_calls import (
     ShownText,
     ToolAnswer,
     ToolCall,
@@ -28,7 +29,6 @@ from samkv_integrations.frameworks.local_llm import (
     merged,
     of_calls,
     of_result,
-    usage_of,
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -46,9 +46,9 @@ _ROLES = {
 def with_system_prompt(
     messages: Sequence[ChatMessage], system_prompt: str | None
 ) -> list[ChatMessage]:
-    """The messages, beginning with ``system_prompt``, which some of LlamaIndex has put there.
+    """The messages with ``system_prompt`` first, unless LlamaIndex has put it there.
 
-    A chat engine that was told the same goes on in the same message, on a line of its own.
+    A chat engine with the same system prompt may have added lines to it in the same message.
     """
     if not system_prompt:
         return list(messages)
@@ -61,7 +61,7 @@ def with_system_prompt(
 def rendered(
     messages: Sequence[ChatMessage], to_prompt: Callable[[Sequence[ChatMessage]], str], model: Model
 ) -> RenderedPrompt:
-    """What a function of the user's makes of messages, whose texts hold no control tokens."""
+    """The prompt that a function of the user makes; messages can inject no control tokens."""
 
     def render(contents: Sequence[str]) -> str:
         pairs = zip(messages, contents, strict=True)
@@ -73,16 +73,16 @@ def rendered(
 
 
 def to_turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages for a chat template, neighbours of one role as one.
+    """Messages as turns for a chat template; adjacent ones of the same role are joined.
 
-    Raises InvalidOption for what a model that reads text cannot be told.
+    Raises InvalidOption for a message that is not text.
     """
     return merged(map(_turn, messages))
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
     for block in message.blocks:
-        # what led to an earlier answer is left out, as chat templates do of models that reason
+        # reasoning of earlier answers is omitted, as chat templates do
         if not isinstance(block, TextBlock | ToolCallBlock | ThinkingBlock):
             raise InvalidOption(
                 f"a message holds a {type(block).__name__}; this model reads text only, leave it "
@@ -110,7 +110,7 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
 
 
 def arguments_of(given: dict[str, Any] | str) -> dict[str, Any]:
-    """The arguments of a call, which LlamaIndex may hold as JSON. Raises InvalidOption if not."""
+    """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
     try:
         found = json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -121,9 +121,9 @@ def arguments_of(given: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
-    """The template around every completion; None if it is ``{query_str}`` alone.
+    """The template around every completion; None if it is only ``{query_str}``.
 
-    Raises InvalidOption if the query, and it alone, has no place in it.
+    Raises InvalidOption unless ``{query_str}`` is its only variable.
     """
     if template is None:
         return None
@@ -137,19 +137,19 @@ def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
 
 
 def as_in_repr(text: str) -> str:
-    """What `repr` may write of ``text`` inside its quotes.
+    """The text as `repr` writes it inside quotes.
 
-    `simple_summarize` cuts texts to the window and puts a list of them into its template, which
-    writes them so. Both kinds of quotes are added, because `repr` escapes some only where a text
-    has both, and what is counted may be a piece of that text.
+    `simple_summarize` formats a list of texts into its template, which calls `repr`. Both kinds of
+    quotes are added first, because `repr` escapes a quote only if a text has both, and ``text`` may
+    be a part of such a text.
     """
     return repr(f"{text}'\"")[1:-4]
 
 
 def to_completion(text: str, report: Report, delta: str | None = None) -> CompletionResponse:
-    """A response with token counts where LlamaIndex looks for them, and the report beside.
+    """A response with the report, and with token counts where LlamaIndex and tracers read them.
 
-    Cached tokens are among them as OpenAI's API has them, which is what tracers read.
+    Cached tokens are counted as in OpenAI's API.
     """
     usage = usage_of(report)
     figures: dict[str, Any] = report.to_dict()
@@ -162,9 +162,9 @@ def to_completion(text: str, report: Report, delta: str | None = None) -> Comple
 
 
 def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatResponse:
-    """The same as an assistant's message; use: the tools whose calls are read out of it.
+    """The response as an assistant's message. use: the tools whose calls it may hold.
 
-    Figures stay out of the message, because LlamaIndex writes a message's own kwargs into prompts.
+    The message holds no report, because LlamaIndex writes the kwargs of messages into prompts.
     """
     found = ToolAnswer(response.text) if use is None else use.read(response.text)
     broken = "".join(found.broken)
@@ -176,7 +176,7 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
         message=ChatMessage(
             role=MessageRole.ASSISTANT,
             blocks=[TextBlock(text=found.text + broken), *calls],
-            # where programs of LlamaIndex look whether there is a call
+            # LlamaIndex's programs look for calls here
             additional_kwargs={"tool_calls": [call.model_dump() for call in calls]}
             if calls
             else {},
@@ -190,15 +190,12 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
 def to_chats(
     responses: Generator[CompletionResponse], use: ToolUse | None = None
 ) -> Generator[ChatResponse]:
-    """A stream of completions as one of a chat; what may become a call of a tool is held back."""
-    shown = ShownText(use)
-    response = None
+    """A stream of completions as a stream of a chat, which holds back possible calls of tools."""
+    shown, response = ShownText(use), None
     with closing(responses):
         for response in responses:
-            if use is None:
-                yield to_chat(response)
-            elif delta := shown.push(response.delta or ""):
-                yield to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+            if (chat := _next(response, use, shown)) is not None:
+                yield chat
     if use is not None and response is not None:
         yield _last(response, use, shown)
 
@@ -207,16 +204,24 @@ async def to_achats(
     responses: AsyncGenerator[CompletionResponse], use: ToolUse | None = None
 ) -> AsyncGenerator[ChatResponse]:
     """Like `to_chats`, for a task."""
-    shown = ShownText(use)
-    response = None
+    shown, response = ShownText(use), None
     async with aclosing(responses):
         async for response in responses:
-            if use is None:
-                yield to_chat(response)
-            elif delta := shown.push(response.delta or ""):
-                yield to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+            if (chat := _next(response, use, shown)) is not None:
+                yield chat
     if use is not None and response is not None:
         yield _last(response, use, shown)
+
+
+def _next(
+    response: CompletionResponse, use: ToolUse | None, shown: ShownText
+) -> ChatResponse | None:
+    """The response with the text that can be shown now; None if there is none."""
+    if use is None:
+        return to_chat(response)
+    if delta := shown.push(response.delta or ""):
+        return to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
+    return None
 
 
 def _last(response: CompletionResponse, use: ToolUse, shown: ShownText) -> ChatResponse:

@@ -1,7 +1,7 @@
 """The quickstart: an engine, a folder of documents, Chroma, and a query engine.
 
-Everything between the documents and the answers is LlamaIndex as one would write it; `SamKVLLM`,
-`SamKVChromaVectorStore` and `SamKVPostprocessor` are the only parts of ours.
+It is ordinary LlamaIndex code, in which only `SamKVLLM`, `SamKVChromaVectorStore` and
+`SamKVPostprocessor` are ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from samkv_integrations.figures import count
 
 
 class OfflineEmbedding(BaseEmbedding):
-    """`HashingEmbedding` as LlamaIndex wants it: lexical, without a model to download."""
+    """`HashingEmbedding` for LlamaIndex: lexical, with no model to download."""
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return HashingEmbedding().embed([text])[0]
@@ -43,9 +43,9 @@ class OfflineEmbedding(BaseEmbedding):
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """One answer, the texts of the chunks that it was given, nearest first, and what it cost.
+    """An answer and its report. sources, chunks: documents and texts of its chunks, nearest first.
 
-    seconds: of the whole answer, after retrieval.
+    seconds: time of the whole answer, after retrieval.
     """
 
     text: str
@@ -64,9 +64,9 @@ class Quickstart:
 
     Args:
         engine: answers, and keeps the chunk caches.
-        folder: where the Chroma database is kept.
-        chunk_tokens: of a chunk, at most. top_k: chunks that are retrieved for a question.
-        max_new_tokens: longest answer.
+        folder: holds the Chroma database.
+        chunk_tokens: most tokens of a chunk. top_k: chunks to retrieve for a question.
+        max_new_tokens: most tokens of an answer.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Quickstart:
         self._index: VectorStoreIndex | None = None
 
     def ingest(self, texts: Mapping[str, str]) -> IngestResult:
-        """Index documents in place of what the collection held, and cache their chunks.
+        """Replace the documents of the collection, and cache their chunks.
 
-        texts: name -> text. Raises EmptyInput if they hold no text.
+        texts: name -> text. Raises EmptyInput if all of them are empty.
         """
         began = time.perf_counter()
         store = self.engine.store
@@ -93,9 +93,7 @@ class Quickstart:
         ]
         if not documents:
             raise EmptyInput(f"no text in {count(len(texts), 'document')}; give some with text")
-        for (
-            document
-        ) in documents:  # the document's name belongs neither into prompts nor embeddings
+        for document in documents:  # neither prompts nor embeddings hold its name
             document.excluded_llm_metadata_keys = ["source"]
             document.excluded_embed_metadata_keys = ["source"]
         of_earlier_runs = self._collection.get(include=[])["ids"]
@@ -107,7 +105,7 @@ class Quickstart:
             embed_model=self._embedding,
         )
         n_cached, n_bytes = len(set(store.keys()) - keys), store.stats().bytes - n_bytes
-        if of_earlier_runs:  # only now, so that caches of texts that are there still stay
+        if of_earlier_runs:  # only now, so that caches of unchanged texts stay
             vector_store.delete_nodes(of_earlier_runs)
         n_records = self._collection.count()
         return IngestResult(
@@ -121,7 +119,7 @@ class Quickstart:
     def ask(self, question: str, method: str) -> Reply:
         """The answer of a query engine over the index. Call `ingest` first."""
         assert self._index is not None, "nothing was ingested"
-        self.engine.prefixes.clear()  # no method goes on from where another one began
+        self.engine.prefixes.clear()  # so that no method reuses the prefix of another
         llm = SamKVLLM(engine=self.engine, method=method, max_new_tokens=self._max_new_tokens)
         query_engine = self._index.as_query_engine(
             llm=llm,

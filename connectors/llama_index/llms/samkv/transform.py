@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms import LLM
@@ -13,26 +12,27 @@ from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import SourceOptions
 from samkv_integrations.engine.stream import off_loop
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.engine_args import EngineRef, ModelSource, engine_of
 
 
 class SamKVCacheTransform(TransformComponent):
     """Caches the text of every node. Place it after the splitter, before the embedding model.
 
-    Nodes are not changed: a cache is found again by the text. Those without text, and images, have
-    none. Doing it twice computes nothing twice.
+    Nodes stay as they are, because the text identifies a cache. Images and nodes without text have
+    no cache. A second call computes nothing.
 
     Args:
         llm, engine: what caches, one of the two.
-        model_name, kv_dir: in place of them, the model to load and the folder of chunk caches:
-            plain values, of which another process can make a transform, such as an actor of Ray.
-            All further arguments go with these two, and are those of `SamKVLLM`.
+        model_name, kv_dir, ...: in place of them, the model to load and the folder of chunk caches,
+            see `SourceOptions`: plain values, from which another process can make a transform, such
+            as an actor of Ray.
         show_progress: whether to show a progress bar, on standard error. LlamaIndex's own
-            ``show_progress`` of a pipeline or an index counts steps, and does not reach it.
+            ``show_progress`` of a pipeline or an index counts steps, and has no effect here.
 
-    In a pickle the engine is left behind, so pipelines must run with ``num_workers=None``.
+    Pickles omit the engine, so pipelines must run with ``num_workers=None``.
 
     Raises InvalidOption unless exactly one of llm, engine and model_name is given, or if an
     argument would be ignored.
@@ -74,63 +74,47 @@ class SamKVCacheTransform(TransformComponent):
         llm: LLM | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
-        model_name: str | None = None,
-        tokenizer_name: str | None = None,
-        device_map: str | None = "auto",
-        dtype: str = "auto",
-        model_kwargs: Mapping[str, Any] | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
-        kv_dir: str | Path | None = None,
-        namespace: str | None = None,
-        max_bytes: int | None = None,
-        store_bits: int | None = None,
+        **source: Unpack[SourceOptions],
     ) -> None:
-        source = ModelSource(
-            model_name=model_name, tokenizer_name=tokenizer_name,
-            device_map="cpu" if device_map is None else device_map, dtype=dtype,
-            model_kwargs=model_kwargs or {}, tokenizer_kwargs=tokenizer_kwargs or {},
-            kv_dir=kv_dir, namespace=namespace, max_bytes=max_bytes, store_bits=store_bits,
-        )  # fmt: skip
+        known = SourceOptions.__annotations__
+        for name in source.keys() - known:
+            raise UnknownOption.among("argument of SamKVCacheTransform", name, known)
         if llm is not None or engine is not None:
-            if source != ModelSource():
+            if source:
                 raise InvalidOption(
                     "llm and engine have their model and folder; leave the other arguments out, "
                     "or give model_name and kv_dir in place of both"
                 )
             held = EngineRef.of(llm, engine)
-        elif model_name is None:
+        elif not source.get("model_name"):
             raise InvalidOption(
                 "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
             )
-        elif kv_dir is None:
+        elif source.get("kv_dir") is None:
             raise InvalidOption(
-                f"model_name={model_name!r} without kv_dir: chunk caches in memory would be found "
-                "by nobody else; give the folder of the LLM that shall find them"
+                f"model_name={source['model_name']!r} without kv_dir: chunk caches in memory would "
+                "be found by nobody else; give the folder of the LLM that shall find them"
             )
         else:
-            held = EngineRef(engine_of(source))
+            held = EngineRef(engine_of(ModelSource(**source)))
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
-        # A key is a hash of a text, keyed with the store's secret and the model's fingerprint.
+        # a key depends on the store's secret and the model's fingerprint
         self._store_id = held.engine.key_of("store_id")
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def store_id(self) -> str:
-        """Changes with the model and with the store.
+        """Identifies the model and the store.
 
-        `to_dict` writes it, so that a pipeline's cache does not skip this step when the chunks are
-        not cached in this store.
+        It is part of `to_dict`, so that a pipeline's cache repeats this step for another store.
         """
         return self._store_id
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVCacheTransform:  # noqa: ANN401
-        """The transform that `to_dict` described; kwargs: ``llm`` or ``engine``, whose store it is.
-
-        kwargs win over ``data``.
-        """
+        """The transform that `to_dict` described; kwargs, such as ``llm``, override ``data``."""
         options = {name: value for name, value in data.items() if name != "store_id"}
         transform: SamKVCacheTransform = super().from_dict(options, **kwargs)
         return transform
@@ -141,9 +125,9 @@ class SamKVCacheTransform(TransformComponent):
         return "SamKVCacheTransform"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
-        """Cache the nodes' texts; returns the nodes, as they are.
+        """Cache the nodes' texts; returns the nodes.
 
-        kwargs: what LlamaIndex hands to every transform; of no use here.
+        kwargs: LlamaIndex passes them to every transform; ignored.
 
         Raises:
             InvalidChunk: a text is longer than the context window; split it first.

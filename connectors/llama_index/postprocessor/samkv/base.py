@@ -1,4 +1,4 @@
-"""The postprocessor: retrieved nodes are announced to the engine, and may become handles."""
+"""The postprocessor: announces retrieved nodes to the engine, and may show them as handles."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ Mode = Literal["text", "handle"]
 
 
 class SamKVPostprocessor(BaseNodePostprocessor):
-    """Tells the engine which chunks a prompt is about to hold, and how they stand in it.
+    """Announces retrieved nodes to the engine, and decides how prompts hold them. Place it last.
 
-    Their caches begin to be read from disk while the prompt is built, and a node without a cache
-    is counted as a miss in the report. Place it last.
+    The engine reads the caches while the prompt is built, and counts a node without a cache as a
+    miss in the report.
 
-    By default prompts hold the nodes' texts, which `SamKVLLM` finds again. With ``mode="handle"``
-    they hold the handle of each node instead, which also serves nodes of less than 24 characters
-    and such as a window or a template would cut. Only what goes into a prompt changes
-    (``MetadataMode.LLM``): the metadata header and then the handle. Sources, evaluators and
-    ``node.hash`` see the original text. But whatever else is given the prompt sees handles too
-    (traces, an agent's memory, ``context_only``), and to another LLM a handle is noise.
+    By default prompts hold the nodes' texts, which `SamKVLLM` finds. With ``mode="handle"`` they
+    hold a handle for each node, which also works for nodes of less than 24 characters, and for
+    templates or windows that cut texts. A handle takes the place of the text in prompts only
+    (``MetadataMode.LLM``), after the metadata header. Sources, evaluators and ``node.hash`` have
+    the original text. Everything that stores prompts has handles (traces, an agent's memory,
+    ``context_only``), and another LLM sees them as noise.
 
     Args:
         llm, engine: whose caches to use, one of the two.
         mode: ``text`` or ``handle``.
-        on_miss: what to do for a node whose text is not cached: ``text`` (it stays text),
-            ``compute`` (cached now), ``error`` (raises ChunkNotCached).
+        on_miss: for a node without a cache: ``text`` (leave it as text), ``compute`` (cache it
+            now) or ``error`` (raise ChunkNotCached).
 
     Instantiate:
         ```python
@@ -118,17 +118,14 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         return await off_loop(self._postprocess_nodes, nodes, query_bundle)
 
     def _shown(self, node: BaseNode) -> BaseNode:
-        """The node as a prompt shall show it: a copy if it is not so already.
-
-        In-memory stores hand out the very nodes that they keep.
-        """
+        """The node as prompts show it: a copy if it differs, as stores may return their own."""
         kind = _SHOWN_AS_HANDLE.get(type(node)) if self.mode == "handle" else None
         if kind is None and KEY_FIELD not in node.metadata:
             return node
         copy = (kind or type(node)).model_construct(
             node.model_fields_set, **deepcopy(node.__dict__)
         )
-        copy.metadata.pop(KEY_FIELD, None)  # a stock store may have kept it since earlier releases
+        copy.metadata.pop(KEY_FIELD, None)  # earlier releases wrote it into nodes
         if isinstance(copy, _ShownAsHandle):
             copy._engine, copy._on_miss = self._engine, self.on_miss
         return copy
@@ -138,7 +135,7 @@ _REMEDY = "ingest it again with SamKVCacheTransform"
 
 
 class _ShownAsHandle(BaseNode):
-    """A node that a prompt shows as a handle. Serialised, it is the node that it was made of."""
+    """A node that prompts show as a handle. It is serialised as the original node."""
 
     _engine: EngineRef | None = PrivateAttr(default=None)  # None after a pickle: shown as text
     _on_miss: OnMiss = PrivateAttr(default="text")
@@ -163,7 +160,7 @@ class _ShownAsHandle(BaseNode):
         return [TextBlock(text=self._shown()) if block == body else block for block in blocks]
 
     def _shown(self) -> str:
-        """The handle of the text as it is now, which another postprocessor may have changed."""
+        """The handle of the current text, which another postprocessor may have changed."""
         text = self.get_content(MetadataMode.NONE)
         if self._engine is None or not normalise(text):
             return text

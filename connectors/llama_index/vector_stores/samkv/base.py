@@ -30,28 +30,27 @@ from samkv_integrations.frameworks.engine_args import EngineRef
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):
-    """A `ChromaVectorStore` that keeps chunk caches in step with its nodes.
+    """A `ChromaVectorStore` that keeps chunk caches in line with its nodes.
 
-    Adding a node caches its text and writes the key of the cache into the record's metadata, and
-    not into those of the nodes that come out; a node with a known id is replaced. Deleting nodes
-    deletes the caches that no other record of the database needs. What goes past this object (a raw
-    ``collection.delete``, a crash) is mended by ``kv_link.sync()``.
+    Adding a node caches its text and writes the key of the cache into the record's metadata, but
+    not into the nodes that a query returns. A node with a known id is replaced. Deleting nodes
+    deletes the caches that no other record of the database uses. ``kv_link.sync()`` repairs
+    deviations, for example after a raw ``collection.delete`` or a crash.
 
     Images and nodes without text are stored without a key. A node longer than the model's context
-    window is refused, as by `SamKVCacheTransform`: it fits no prompt either, with or without a
-    cache, and at ingest something can still be done about it.
+    window is refused, because no prompt could hold it.
 
     Args:
         chroma_collection: a collection of a synchronous client, without an embedding function.
         llm, engine: what caches, one of the two.
-        cache_existing: whether to cache what the collection holds already, with a progress bar. A
-            collection of which nothing is cached is else warned of, once, in the log.
+        cache_existing: whether to cache the existing records, with a progress bar; else the log
+            warns once of a collection without caches.
         show_progress: whether to show a progress bar, on standard error, while texts are cached.
-            LlamaIndex's own ``show_progress`` of an index or a pipeline does not reach it.
-        persist_dir, host, port, ssl: where the collection is, for `to_dict` alone; `from_params`
+            LlamaIndex's own ``show_progress`` of an index or a pipeline has no effect here.
+        persist_dir, host, port, ssl: location of the collection, for `to_dict` only; `from_params`
             sets them.
 
-    Copies share collection and engine. A pickle has neither and cannot be used.
+    Copies share the collection and the engine. A pickle has neither and cannot be used.
 
     Instantiate:
         ```python
@@ -199,9 +198,9 @@ class SamKVChromaVectorStore(ChromaVectorStore):
     def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:  # noqa: ANN401
         """Cache the nodes' texts and write their records; returns the nodes' ids.
 
-        A node that `SamKVCacheTransform` handled costs a look at whether its file is there.
+        For a node of `SamKVCacheTransform` it only checks that the file exists.
 
-        add_kwargs: what LlamaIndex hands to every vector store; of no use here.
+        add_kwargs: LlamaIndex passes them to every vector store; ignored.
 
         Raises:
             InvalidOption: a node has no embedding or one of another size than the collection's, an
@@ -227,9 +226,9 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         return await off_loop(self.add, nodes, **kwargs)
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
-        """Delete the nodes of a document, and the caches that nothing needs any more.
+        """Delete the nodes of a document, and the caches that no record uses any more.
 
-        delete_kwargs: what LlamaIndex hands to every vector store; of no use here.
+        delete_kwargs: LlamaIndex passes them to every vector store; ignored.
         """
         self.kv_link.delete(where={"document_id": ref_doc_id})
 
@@ -244,10 +243,10 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Delete nodes, and the caches that nothing needs any more.
+        """Delete nodes, and the caches that no record uses any more.
 
         node_ids, filters: which nodes; with both, those of ``node_ids`` that match.
-        delete_kwargs: what LlamaIndex hands to every vector store; of no use here.
+        delete_kwargs: LlamaIndex passes them to every vector store; ignored.
 
         Raises InvalidOption if neither is given; to delete all nodes there is `clear`.
         """
@@ -263,7 +262,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         await off_loop(self.delete_nodes, node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
-        """Delete all nodes of the collection, and the caches that no other collection needs."""
+        """Delete all nodes of the collection, and the caches that no other collection uses."""
         self.kv_link.clear()
 
     async def aclear(self) -> None:
@@ -333,10 +332,9 @@ def _where(filters: MetadataFilters | None) -> dict[str, Any] | None:
 
 
 def _without_keys(nodes: Sequence[BaseNode]) -> list[BaseNode]:
-    """Takes the keys out of nodes that were made a moment ago: they are the database's business.
+    """Remove the keys, which are internal, from nodes that a query has just made.
 
-    The metadata of a record that LlamaIndex did not write become those of the node as they are, and
-    nodes of earlier releases were written with the key in their own.
+    They are in the metadata of records that LlamaIndex did not write, or an earlier release wrote.
     """
     for node in nodes:
         node.metadata.pop(KEY_FIELD, None)

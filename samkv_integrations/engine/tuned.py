@@ -1,0 +1,213 @@
+"""``samkv.toml``: the settings that ``samkv tune`` found to be enough, beside the chunk caches.
+
+An entry is for one model, by name. An engine that opens the folder takes it unless it is told
+otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import tomli_w
+
+from samkv_integrations.cache.base import Store
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.files import read_small, write_file
+from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
+from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
+from samkv_integrations.methods.base import with_option
+from samkv_integrations.model.model import Model
+
+TUNED_FILE = "samkv.toml"
+
+_HEADER = """\
+# The settings that 'samkv tune' found enough for the models that are named, on these chunk caches.
+# Whoever opens this folder with such a model takes them, unless told otherwise: docs/tune.md.
+"""
+
+_LOG = logging.getLogger(__name__)
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedSetting:
+    """The entry of one model.
+
+    model: the name that the engine loads it by. method, set: as ``--method`` and ``--set``.
+    eviction, eviction_budget: the method's eviction, and its share of the prompt; ``"none"`` for no
+        eviction, and None for the default budget of the rule.
+    store_bits: bits of the caches that it was measured on. measured: figures, for people.
+
+    Raises UnknownOption or InvalidOption for what no engine can do.
+    """
+
+    model: str
+    method: str
+    set: tuple[str, ...] = ()
+    eviction: str = NO_EVICTION
+    eviction_budget: float | None = None
+    store_bits: int = DEFAULT_STORE_BITS
+    measured: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_store_bits(self.store_bits)
+        self.to_method()  # raises
+        for name, value in self.measured.items():
+            if not isinstance(value, Scalar):
+                raise InvalidOption(
+                    f"measured.{name} is {value!r}; it must be a text, a number, true or false"
+                )
+
+    def to_method(self) -> Method:
+        """The method with its options and its eviction."""
+        method = get_method(self.method)
+        for setting in self.set:
+            method = with_option(method, setting)
+        rule = get_eviction(self.eviction)
+        if self.eviction_budget is not None:
+            if rule is None:
+                raise InvalidOption("eviction_budget without an eviction; leave it out")
+            rule = with_budget(rule, self.eviction_budget)
+        return replace(method, eviction=rule)
+
+    @property
+    def line(self) -> str:
+        """The setting as options of the command line."""
+        words = [f"--method {self.method}", *(f"--set {setting}" for setting in self.set)]
+        words += [f"--eviction {self.eviction}"]
+        if self.eviction_budget is not None:
+            words += [f"--eviction-budget {self.eviction_budget:g}"]
+        return " ".join(words)
+
+
+def choices_of(
+    model: Model,
+    store: Store,
+    method: str | Method | None,
+    eviction: str | Eviction | None,
+    store_bits: int | None,
+) -> tuple[Method, int, TunedSetting | None]:
+    """The method and the bits of an engine, and the tuned entry that named the method, if any.
+
+    Arguments come first, then the entry beside the caches, then the defaults.
+
+    Raises UnknownOption or InvalidOption if an argument or the file is wrong.
+    """
+    get_eviction(eviction)
+    entry = None
+    if method is None or store_bits is None:
+        entry = tuned_setting(model, store)
+    bits = _bits(model, store, entry) if store_bits is None else store_bits
+    if method is not None or entry is None:
+        chosen = get_method(DEFAULT_METHOD if method is None else method)
+        return chosen, bits, None
+    if entry.store_bits != bits:  # what was enough on finer caches may not be on these
+        _LOG.warning(
+            "%s: the setting for %r was measured on caches of %d bits and is not taken with %d; "
+            "ingest again with --store-bits %d, or tune again",
+            TUNED_FILE, model.name, entry.store_bits, bits, entry.store_bits,
+        )  # fmt: skip
+        return get_method(DEFAULT_METHOD), bits, None
+    _LOG.info("%s: %r answers with %s", TUNED_FILE, model.name, entry.line)
+    return entry.to_method(), bits, entry
+
+
+def tuned_setting(model: Model, store: Store) -> TunedSetting | None:
+    """The entry of the model in the folder of the store, if any. Raises as `read_tuned` does."""
+    return read_tuned(store.path).get(model.name) if isinstance(store, ChunkStore) else None
+
+
+def _bits(model: Model, store: Store, entry: TunedSetting | None) -> int:
+    """The bits of the entry, unless all caches of the model have others and would be missed.
+
+    ``samkv ingest --store-bits`` makes caches of other bits.
+    """
+    if entry is None or entry.store_bits == DEFAULT_STORE_BITS:
+        return DEFAULT_STORE_BITS
+    held: set[int] = set()
+    with suppress(StoreError):
+        mine = (model.identity.weights, model.dtype_name)
+        held = {f.store_bits for f in store.fingerprints() if (f.weights, f.dtype) == mine}
+    return entry.store_bits if not held or entry.store_bits in held else DEFAULT_STORE_BITS
+
+
+def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
+    """The entries in a folder of chunk caches, by model; none without the file.
+
+    Raises InvalidOption, with file, key and what is allowed, if it is broken.
+    """
+    file = Path(folder) / TUNED_FILE
+    try:
+        found = tomllib.loads(read_small(file).decode("utf-8-sig"))
+        for name in found.keys() - {"models"}:
+            raise ValueError(f"key {name!r}; allowed: models")
+        models = found.get("models", {})
+        if not isinstance(models, dict):
+            raise ValueError(f"key 'models' is {models!r}; it must hold a table for each model")
+        return {name: _entry(name, entry) for name, entry in models.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(f"{file} cannot be read ({error}); mend or delete it") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidOption(
+            f"{file}: {error}; mend or delete it; without it, 'samkv tune' writes a new one"
+        ) from error
+
+
+_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "method": ((str,), "a text"),
+    "set": ((list,), "a list of 'NAME=VALUE'"),
+    "eviction": ((str,), "a text"),
+    "eviction_budget": ((float, int), "a number"),
+    "store_bits": ((int,), "a whole number"),
+    "measured": ((dict,), "a table"),
+}
+
+
+def _entry(model: str, found: object) -> TunedSetting:
+    if not isinstance(found, dict):
+        raise ValueError(f"key models.{model!r} is {found!r}; it must be a table")
+    for key, value in found.items():
+        if key not in _KEYS:
+            raise ValueError(f"key models.{model!r}.{key}; allowed: {', '.join(_KEYS)}")
+        types, words = _KEYS[key]
+        is_list = isinstance(value, list)
+        if type(value) not in types or (is_list and not all(type(each) is str for each in value)):
+            raise ValueError(f"key models.{model!r}.{key} is {value!r}; it must be {words}")
+    if "method" not in found:
+        raise ValueError(f"key models.{model!r}.method is missing")
+    try:
+        return TunedSetting(model=model, **{**found, "set": tuple(found.get("set", ()))})
+    except (UnknownOption, InvalidOption) as error:
+        raise ValueError(f"key models.{model!r}: {error}") from error
+
+
+def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
+    """Write an entry, in place of the one that the model had; returns the file.
+
+    Entries of other models stay as they are.
+
+    Raises InvalidOption if the file that is there is broken, or cannot be written.
+    """
+    file = Path(folder) / TUNED_FILE
+    entries = {**read_tuned(folder), setting.model: setting}
+    tables = {}
+    for model, entry in sorted(entries.items()):
+        values = {**asdict(entry), "set": list(entry.set), "measured": dict(entry.measured)}
+        del values["model"]
+        tables[model] = {name: each for name, each in values.items() if each is not None}
+    try:
+        write_file(file, [f"{_HEADER}\n{tomli_w.dumps({'models': tables})}".encode()])
+    except (OSError, UnicodeEncodeError) as error:
+        raise InvalidOption(f"{file} cannot be written ({error}); allow access there") from error
+    return file

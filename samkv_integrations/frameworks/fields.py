@@ -1,0 +1,181 @@
+"""Options as fields of pydantic models, which the LLMs of both frameworks are.
+
+The fields are made of the declarations in `samkv_integrations.engine.options` and
+`samkv_integrations.model.sampling`. Type checkers cannot follow that, so the same names stand in
+classes for them alone; tests compare both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from samkv_integrations.engine.options import (
+    EngineOptions,
+    ModelOptions,
+    OwnAnswerOptions,
+    StoreOptions,
+)
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.model.sampling import DECLARED
+from samkv_integrations.option import Declared, declared
+from samkv_integrations.prompt.resolve import OnMiss
+
+
+def with_fields(name: str, options: Declared) -> type[BaseModel]:
+    """A model called ``name`` with a field for each option that LLMs have.
+
+    A value with a check of its own is left to that check, whose errors are in our words.
+    """
+    fields: dict[str, Any] = {}
+    for called, (kind, option) in options.items():
+        if not option.in_llms:
+            continue
+        kind = kind | None if option.default is None else kind
+        is_dict = isinstance(option.default, dict)
+        default: Any = {"default_factory": dict} if is_dict else {"default": option.default}
+        field = Field(**default, repr=not is_dict, description=option.sentence)
+        fields[called] = (Any if option.check else kind, field)
+    config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+    made: type[BaseModel] = create_model(name, __config__=config, __module__=__name__, **fields)
+    return made
+
+
+def with_none(options: Declared, meaning: str) -> Declared:
+    """The options with the default None, and with what that stands for."""
+    return {
+        name: (kind, replace(option, default=None, unset=meaning))
+        for name, (kind, option) in options.items()
+    }
+
+
+class Arguments(BaseModel):
+    """A model whose fields are arguments, with errors in our words and for unknown names.
+
+    Raises UnknownOption for an argument that does not exist, InvalidOption for a wrong type.
+    """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Name that is no argument -> where it belongs."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validated(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:  # noqa: ANN401
+        if not isinstance(given, Mapping):  # an object was checked when it was made
+            return build(given)
+        try:
+            made = build(cls._arguments(given))
+        except ValidationError as error:
+            first = error.errors()[0]
+            # the rest of the path names the types that pydantic has tried
+            name = first["loc"][0] if first["loc"] else cls.__name__
+            value = given.get(str(name), first["input"])
+            meant = cls.model_fields[name].description if name in cls.model_fields else None
+            meaning = f". {name}: {' '.join(meant.replace('``', '').split())}" if meant else ""
+            raise InvalidOption(f"{name}={value!r}: {first['msg']}{meaning}") from error
+        made._use()
+        return made
+
+    def _use(self) -> None:
+        """What follows once all arguments have the right types."""
+
+    @classmethod
+    def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments without Nones that no field allows, which wrappers pass for a default.
+
+        Raises UnknownOption for an argument that does not exist.
+        """
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
+        for name in given:
+            if name not in known:
+                raise unknown_option(f"argument of {cls.__name__}", name, known, cls._elsewhere)
+        said = {
+            name: value
+            for name, value in given.items()
+            if value is not None or type(None) in get_args(known[name].annotation)
+        }
+        for name in {"model", "model_name", "tokenizer_name"} & said.keys():
+            if isinstance(said[name], os.PathLike):
+                said[name] = os.fspath(said[name])
+        if "dtype" in said:  # which may be a torch.dtype
+            said["dtype"] = str(said["dtype"]).removeprefix("torch.")
+        return said
+
+
+def unknown_option(
+    kind: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
+) -> UnknownOption:
+    """The error for an unknown option. elsewhere: name -> what to do instead."""
+    if name in elsewhere:
+        return UnknownOption(f"{name!r} is no {kind}: {elsewhere[name]}")
+    return UnknownOption.among(kind, name, known)
+
+
+_OF_ANSWERS = declared(OwnAnswerOptions)
+_OF_ENGINES = {n: each for n, each in declared(EngineOptions).items() if n not in _OF_ANSWERS}
+
+if TYPE_CHECKING:
+
+    class EngineFields(BaseModel):
+        """The model, the store and the engine that an LLM is made of."""
+
+        model_name: str = ""
+        tokenizer_name: str | None = None
+        device_map: str | None = "auto"
+        dtype: str = "auto"
+        model_kwargs: dict[str, Any] = {}
+        tokenizer_kwargs: dict[str, Any] = {}
+        kv_dir: str | Path | None = None
+        kv_remote: str | None = None
+        namespace: str | None = None
+        max_bytes: int | None = None
+        store_bits: int | None = None
+        exact_beginnings: bool | None = None
+
+    class AnswerFields(BaseModel):
+        """Options of every answer of an LLM."""
+
+        method: str | None = None
+        eviction: str | None = None
+        timeout: float | None = None
+        on_miss: OnMiss = "compute"
+
+    class SamplingFields(BaseModel):
+        """Options of sampling; None for their defaults."""
+
+        seed: int | None = None
+        repetition_penalty: float | None = None
+        temperature: float | None = None
+        top_k: int | None = None
+        top_p: float | None = None
+        min_p: float | None = None
+
+else:
+    EngineFields = with_fields(
+        "EngineFields",
+        {**declared(ModelOptions), **declared(StoreOptions)}
+        | with_none(_OF_ENGINES, "the engine's"),
+    )
+    AnswerFields = with_fields("AnswerFields", _OF_ANSWERS)
+    SamplingFields = with_fields(
+        "SamplingFields", with_none({n: DECLARED[n] for n in DECLARED if n != "max_new_tokens"}, "")
+    )
+
+OWN_ENGINE_OPTIONS = tuple(name for name, (_, each) in _OF_ENGINES.items() if each.in_llms)
+"""Options of engines that are no options of an answer, and fields of LLMs."""
+OWN_ANSWER_OPTIONS = tuple(name for name, (_, each) in _OF_ANSWERS.items() if each.in_llms)
+"""Options of answers that are fields of LLMs, beside those of sampling."""

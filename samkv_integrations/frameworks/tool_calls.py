@@ -1,0 +1,262 @@
+"""Tools of a chat model: how calls are written, held to a schema, and read; turns of a chat.
+
+Tools are described in OpenAI's form, which both frameworks convert theirs to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.model.model import Model
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAGGED = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """How a model writes calls in an answer.
+
+    arguments: the key of the arguments, beside ``name``.
+    tagged: whether each call stands in ``<tool_call>`` tags, with or without text around it; else
+        the whole answer is a call, a list of calls, or text.
+    """
+
+    arguments: str
+    tagged: bool
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that can be made. id: nine letters and digits, which every chat template accepts."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """The parts of an answer. broken: calls that cannot be parsed, with their tags."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    broken: tuple[str, ...] = ()
+
+
+def form_of(model: Model) -> ToolForm:
+    """The form that the model's chat template asks for.
+
+    Raises InvalidOption if the template takes no tools, or writes calls in an unknown form.
+    """
+    template = model.tool_template
+    if template is None:
+        raise InvalidOption(
+            f"the chat template of {model.name!r} takes no tools, so that the model would not know "
+            "of them; retrieve in the chain, or take a model whose template does"
+        )
+    if _OPEN in template and "<function=" not in template and "<arg_key>" not in template:
+        return ToolForm("arguments", tagged=True)  # Hermes, Qwen2.5, Qwen3
+    if '"parameters": dictionary of argument name' in template:
+        return ToolForm("parameters", tagged=False)  # Llama 3.1 to 3.3
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return ToolForm("arguments", tagged=False)  # Mistral
+    raise InvalidOption(
+        f"the chat template of {model.name!r} takes tools, but has calls written in a form that is "
+        "not read here; read are those of Hermes and Qwen (<tool_call>), Llama 3 and Mistral "
+        "([TOOL_CALLS])"
+    )
+
+
+def takes_tools(model: Model) -> bool:
+    """Whether the model can be given tools: `form_of` has an answer."""
+    try:
+        form_of(model)
+    except InvalidOption:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of one request, in OpenAI's form.
+
+    forced: names of tools, one of which the answer must call. A forced answer is one call without
+        tags or text, and conforms to the tool's schema.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    form: ToolForm
+    forced: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Model, tools: Sequence[Mapping[str, Any]], choice: object) -> ToolUse:
+        """The tools, and which must be called.
+
+        choice: None or ``auto``; ``any``, ``required`` or True; or a name, also in OpenAI's form.
+
+        Raises InvalidOption for any other choice, and as `form_of` does.
+        """
+        try:
+            names = tuple(str(tool["function"]["name"]) for tool in tools)
+        except (TypeError, KeyError) as error:
+            raise InvalidOption(
+                f"tools={tools!r:.80}; give a list of tools, each a mapping with 'function', which "
+                "has a 'name'"
+            ) from error
+        if isinstance(choice, Mapping):
+            function = choice.get("function", {})
+            choice = function.get("name", choice) if isinstance(function, Mapping) else choice
+        if choice in (None, False, "auto"):
+            forced: tuple[str, ...] = ()
+        elif choice in (True, "any", "required"):
+            forced = names
+        elif choice in names:
+            forced = (str(choice),)
+        else:
+            raise InvalidOption(
+                f"tool_choice={choice!r}; allowed: auto, any, or one of {', '.join(names) or '-'}"
+            )
+        return cls(tuple(tools), form_of(model), forced)
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of a forced answer; None for an answer that may be text."""
+        if not self.forced:
+            return None
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.tools}
+        calls, parameters = [], {}
+        for number, name in enumerate(self.forced):
+            # Each tool's schema goes on at a place of its own, and its references with it.
+            place, schema = f"tool{number}", functions[name].get("parameters") or {}
+            parameters[place] = _moved(schema, place)
+            properties = {
+                "name": {"const": name},
+                self.form.arguments: {"$ref": f"#/$defs/{place}"},
+            }
+            calls.append({"type": "object", "properties": properties, "required": list(properties)})
+        return {"anyOf": calls, "$defs": parameters}
+
+    def read(self, text: str) -> ToolAnswer:
+        """The parts of a complete answer."""
+        if self.form.tagged and not self.forced:
+            parts = [(match[0], self._call(match[1])) for match in _TAGGED.finditer(text)]
+            return ToolAnswer(
+                _TAGGED.sub("", text).rstrip() if parts else text,
+                tuple(call for _, call in parts if call),
+                tuple(whole for whole, call in parts if not call),
+            )
+        try:
+            value, end = json.JSONDecoder().raw_decode(text.strip())
+        except ValueError:
+            return ToolAnswer(text)
+        calls = [self._call(json.dumps(v)) for v in (value if isinstance(value, list) else [value])]
+        if not calls or None in calls:
+            return ToolAnswer(text)
+        return ToolAnswer(text.strip()[end:].strip(), tuple(call for call in calls if call))
+
+    def shown(self, text: str) -> str:
+        """The beginning of an incomplete answer that certainly belongs to no call."""
+        if self.form.tagged and not self.forced:
+            before = text.partition(_OPEN)[0]
+            held = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)
+            return before[: len(before) - held].rstrip()
+        may_be_call = text.lstrip()[:1] in ("", "{", "[")
+        return "" if self.forced or may_be_call else text
+
+    def _call(self, text: str) -> ToolCall | None:
+        """The call in ``text``, which is JSON; None if it cannot be parsed."""
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get(self.form.arguments, {})
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, TypeError, AttributeError, KeyError):
+            return None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        letters = (secrets.choice(_ID_LETTERS) for _ in range(9))
+        return ToolCall(name, arguments, "".join(letters))
+
+
+class ShownText:
+    """Streams the text of an answer, and holds back what may be a call of a tool.
+
+    use: the tools of the request; None shows all text at once. text: the text shown so far.
+    """
+
+    def __init__(self, use: ToolUse | None) -> None:
+        self._use = use
+        self._text = self.text = ""
+
+    def push(self, delta: str) -> str:
+        """The text to show after ``delta``."""
+        self._text += delta
+        text = self._text if self._use is None else self._use.shown(self._text)
+        piece = text[len(self.text) :]
+        self.text += piece
+        return piece
+
+    def rest(self) -> tuple[str, ToolAnswer]:
+        """The text that was held back, and the parts of the complete answer."""
+        found = ToolAnswer(self._text) if self._use is None else self._use.read(self._text)
+        return found.text[len(self.text) :], found
+
+
+def _moved(schema: Any, name: str) -> Any:  # noqa: ANN401
+    """The schema with its references rewritten for the place ``#/$defs/name``."""
+    if isinstance(schema, list):
+        return [_moved(item, name) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: f"#/$defs/{name}{value[1:]}"
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, name)
+        for key, value in schema.items()
+    }
+
+
+# -- turns of a chat -------------------------------------------------------------------------------
+
+
+def merged(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns for a chat template, which expects roles to alternate: adjacent ones are joined.
+
+    Calls and results of tools stay apart, because a template pairs them.
+    """
+    found: list[dict[str, Any]] = []
+    for turn in turns:
+        last = found[-1] if found else {}
+        if turn.keys() == last.keys() == {"role", "content"} and turn["role"] == last["role"]:
+            last["content"] += f"\n\n{turn['content']}"
+        else:
+            found.append(dict(turn))
+    return found
+
+
+def of_calls(content: str, calls: Iterable[ToolCall]) -> dict[str, Any]:
+    """The assistant's turn, with the calls that it made, if any."""
+    written = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
+    turn = {"role": "assistant", "content": content}
+    return {**turn, "tool_calls": written} if written else turn
+
+
+def of_result(content: str, call_id: str, name: str | None) -> dict[str, Any]:
+    """The turn with the result of a call."""
+    turn = {"role": "tool", "content": content, "tool_call_id": call_id}
+    return {**turn, "name": name} if name else turn

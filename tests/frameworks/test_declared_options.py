@@ -1,0 +1,159 @@
+"""An option is declared once: fields, flags, arguments and the reference are made of it."""
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from langchain_samkv import ChatSamKV, SamKV
+from llama_index.llms.samkv import SamKVLLM
+from samkv_integrations import Engine
+from samkv_integrations.cli.app import app
+from samkv_integrations.cli.arguments import with_flags
+from samkv_integrations.engine import options
+from samkv_integrations.engine.answer_settings import AnswerSettings
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.frameworks import fields
+from samkv_integrations.model.sampling import DECLARED, Sampling
+from samkv_integrations.option import Option, declared
+
+LLMS = (SamKVLLM, ChatSamKV, SamKV)
+OF_LLMS = {
+    name: option
+    for group in (
+        options.ModelOptions, options.StoreOptions, options.EngineOptions, options.OwnAnswerOptions,
+    )
+    for name, (_, option) in declared(group).items()
+    if option.in_llms
+}  # fmt: skip
+
+
+class MadeUp(TypedDict, total=False):
+    thoroughness: Annotated[
+        int,
+        Option(
+            default=3, description="How thoroughly to answer.",
+            allows=lambda n: 0 < n < 9, bounds="from 1 to 8",
+        ),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def table_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes the table of a class into the API reference."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    monkeypatch.delitem(sys.modules, "fields", raising=False)
+    found: Callable[[str], str] = importlib.import_module("fields").table_of
+    return found
+
+
+class TestOneThatIsMadeUp:
+    """It is declared above, and nothing else knows of it."""
+
+    def test_is_a_field(self) -> None:
+        made = fields.with_fields("Made", declared(MadeUp))
+        assert made().model_dump() == {"thoroughness": 3}
+        assert made.model_fields["thoroughness"].description == "How thoroughly to answer."
+
+    def test_is_a_flag(self) -> None:
+        def answer(given: MadeUp) -> None:
+            typer.echo(f"{given}")
+
+        commands = typer.Typer()
+        commands.command()(with_flags(answer))
+        assert CliRunner().invoke(commands, []).stdout == "{'thoroughness': 3}\n"
+        done = CliRunner().invoke(commands, ["--thoroughness", "5"])
+        assert done.stdout == "{'thoroughness': 5}\n"
+
+    def test_is_checked(self) -> None:
+        options.check_options(MadeUp, {"thoroughness": 8})
+        with pytest.raises(InvalidOption, match="^thoroughness=9; it must be from 1 to 8$"):
+            options.check_options(MadeUp, {"thoroughness": 9})
+
+    def test_is_in_the_reference(
+        self, table_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(options, "MadeUpOptions", MadeUp, raising=False)
+        row = "| `thoroughness` | `3` | How thoroughly to answer. |"
+        assert row in table_of(f"{options.__name__}.MadeUpOptions")
+
+
+class TestAllThatThereAre:
+    @pytest.mark.parametrize("name", OF_LLMS)
+    @pytest.mark.parametrize("kind", LLMS)
+    def test_are_fields(self, kind: Any, name: str) -> None:
+        described = kind.model_fields[name].description
+        is_of_langchain = name == "model_name" and kind is not SamKVLLM  # which has an alias
+        assert is_of_langchain or described.startswith(OF_LLMS[name].description)
+
+    @pytest.mark.parametrize("command", ["ask", "inspect", "serve"])
+    def test_are_flags(self, command: str) -> None:
+        found: Any = typer.main.get_command(app)
+        known = {each.name for each in found.commands[command].params}
+        flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
+        assert flags == {"exact_beginnings"} <= known
+
+    def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
+        for group in ("ModelOptions", "StoreOptions", "EngineOptions", "OwnAnswerOptions"):
+            shown = table_of(f"{options.__name__}.{group}")
+            for name, (_, option) in declared(getattr(options, group)).items():
+                assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown
+        assert "| `top_k` | `0` |" in table_of("samkv_integrations.model.sampling.SamplingOptions")
+
+    def test_are_arguments_of_an_engine_with_the_same_defaults(self) -> None:
+        found = inspect.signature(Engine).parameters
+        known = declared(options.EngineOptions)
+        assert found.keys() - known.keys() == {"model", "store", "scheduler"}
+        for name, (_, option) in known.items():
+            assert found[name].default == option.default, name
+
+    def test_are_settings_of_an_answer_with_the_same_defaults(self) -> None:
+        plain = AnswerSettings(sampling=Sampling())
+        for name, (_, option) in declared(options.OwnAnswerOptions).items():
+            assert getattr(plain, name) == option.default, name
+
+
+@pytest.mark.beginnings
+@pytest.mark.parametrize("kind", LLMS)
+def test_an_llm_may_do_without_exact_beginnings(kind: Any, tmp_path: Path) -> None:
+    llm = kind(model_name="builtin", kv_dir=tmp_path / "kv", exact_beginnings=False)
+    assert llm.engine.exact_beginnings is False
+    assert kind(engine=llm.engine).exact_beginnings is False
+    with pytest.raises(InvalidOption, match="exact_beginnings=True, but the .* has False"):
+        kind(engine=llm.engine, exact_beginnings=True)
+    assert kind(model_name="builtin", kv_dir=tmp_path / "kv").exact_beginnings is True
+
+
+def test_type_checkers_are_told_of_the_same_fields() -> None:
+    """They cannot see how the fields are made."""
+    tree = ast.parse(Path(inspect.getfile(fields)).read_text(encoding="utf-8"))
+    (told,) = (
+        node for node in tree.body if isinstance(node, ast.If) and "CHECKING" in ast.dump(node.test)
+    )
+    for node in told.body:
+        assert isinstance(node, ast.ClassDef)
+        rows = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        named = {row.target.id: ast.literal_eval(row.value) for row in rows}  # type: ignore[attr-defined, arg-type]
+        made = getattr(fields, node.name).model_fields
+        defaults = {n: each.get_default(call_default_factory=True) for n, each in made.items()}
+        assert named == defaults
+
+
+def test_every_option_is_described() -> None:
+    assert all(option.description for _, option in DECLARED.values())
+    assert all(option.description for option in OF_LLMS.values())
+
+
+def test_nothing_is_imported_for_a_declaration() -> None:
+    """``samkv --help`` shows descriptions, and must not wait for torch."""
+    tree = ast.parse(Path(inspect.getfile(options)).read_text(encoding="utf-8"))
+    names = [each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)]
+    ours = {name for name in names if name.startswith("samkv_integrations")}
+    assert ours == {"samkv_integrations.errors", "samkv_integrations.option"}
