@@ -43,34 +43,10 @@ class Engine:
 
     Args:
         model: the model, see `Model`.
-<<<<<<< HEAD
         store: where chunk caches are kept; None for this process's memory.
-        method: a name in `METHODS`, or a `Method`; None takes the one that ``samkv tune`` wrote
-            beside the caches (``samkv.toml``), else ``"auto"``.
-        eviction: which KV entries are kept for the tokens after the first: a name in `EVICTIONS`,
-            or an `Eviction`; None for the method's own rule, ``"none"`` to keep all.
-        block_size: tokens per block; ``"auto"`` takes the size that the store's caches for this
-            model have, else one that suits the length of the first chunks.
-        prefix: what a chunk is prefilled after: ``"documents"`` (BOS, if there is one, and two
-            short made-up documents), ``"bos"`` or ``"none"``; ``"auto"`` is ``"documents"``. With
-            ``"bos"`` a chunk that stands first in a prompt is exact; with documents all others are
-            nearer to full prefill.
-        prefix_text: text in place of the documents, as at the beginning of every request, such as a
-            system prompt: the first chunk behind it is exact.
-        store_bits: bits of each number in a chunk cache (4, 8, or 16 for the model's dtype); None
-            for the tuned number, if the store is empty or holds such caches, else 4.
-        prefix_bytes: memory for prefixes of prompts (system prompt, earlier turns, documents that
-            were computed in full), which later prompts with the same prefix reuse; 0 for none.
-        exact_beginnings: whether the first chunk of a prompt gets a second cache, computed in idle
-            time behind the prompt's head (chat template, system prompt). None of its tokens has to
-            be recomputed behind that head, from the second question on. For stores on disk.
+        method, eviction, store_bits, ...: see `EngineOptions`.
         scheduler: runs the model, and may be shared by engines of the same model; None for a new
             one.
-=======
-        store: where chunk caches live; None keeps them in memory.
-        method, eviction, store_bits, ...: see `EngineOptions`.
-        scheduler: runs the model, for other engines of the same model too; None for one of its own.
->>>>>>> main
 
     Threads and tasks may share an engine. Their answers are decoded together, see `Scheduler`.
     """
@@ -135,11 +111,7 @@ class Engine:
 
         device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the class.
         """
-<<<<<<< HEAD
-        check_given_bits(options.get("store_bits"))  # before the model is loaded
-=======
         check_options(EngineOptions, options)  # before the model is loaded, which takes time
->>>>>>> main
         model = load_model(
             name, device=device, dtype=dtype, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
@@ -310,17 +282,10 @@ class Engine:
         """The answer to ``prompt``.
 
         prompt: see `Prompt`.
-<<<<<<< HEAD
         chunks: texts of chunks that it contains, besides handles; None to find all that the store
             holds or `expect` named. The prompt is tokenised as transformers would. Runs of at least
             16 token ids that are a chunk's are taken from its cache; all others are computed.
-        options: see `AnswerOptions` and `SamplingOptions`.
-=======
-        chunks: texts of chunks that occur in it, besides handles; None to find those of the store
-            (and those that `expect` named). The prompt is tokenised as transformers would; at least
-            16 token ids in a row that are a chunk's are taken from its cache, the others computed.
         options: see `OwnAnswerOptions` and `SamplingOptions`.
->>>>>>> main
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.
