@@ -390,7 +390,7 @@ class Store:
             raise _mismatch(fingerprint, held, self._where)
 
     def elsewhere(self) -> str | None:
-        """If this namespace is empty: where else caches were found, in words. None for nowhere."""
+        """If the default namespace is empty: namespaces of the store that have caches, in words."""
         return None
 
     def stats(self) -> StoreStats:

@@ -224,16 +224,12 @@ class ChunkStore(Store):
 
     def elsewhere(self) -> str | None:
         totals = self.index.totals(None)
-        if any(namespace == self._namespace for namespace, *_ in totals):
+        if self._namespace or any(not namespace for namespace, *_ in totals):
+            return None  # a named namespace that is empty is a new one
+        names = sorted({repr(namespace) for namespace, *_ in totals})
+        if not names:
             return None
-        if totals:
-            names = sorted({repr(namespace) for namespace, *_ in totals})
-            return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
-        with suppress(OSError):
-            for marker in sorted(self.path.resolve().parent.glob("*/store.json")):
-                if marker.parent != self.path.resolve() and any(marker.parent.glob("*/*/*.safe*")):
-                    return f"the folder {marker.parent} (give kv_dir=, or the store's path)"
-        return None
+        return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
 
     # -- settings and notes ---------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ def doctor(
     It says which --store-bits to take, when full prefill is faster, and how many answers of each
     method are right.
     """
+    from tqdm.auto import tqdm
+
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.evaluation.checkup import checkup, given_questions
     from samkv_integrations.model.loading import load_model
@@ -29,7 +31,8 @@ def doctor(
     asked = None if questions is None else given_questions(questions)
     use_threads_for(model)  # times of another number of threads would not be found again
     loaded = load_model(model, device=device, dtype=dtype)
-    checks = list(checkup(loaded, None if folder is None else ChunkStore(folder / "kv"), asked))
+    store = None if folder is None else ChunkStore(folder / "kv")
+    checks = list(tqdm(checkup(loaded, store, asked), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]
     if as_json:
         tables.write_json("doctor", model, [check.to_row() for check in checks])

@@ -435,7 +435,7 @@ class Chunks:
             self.warn_if_none_fits()
 
     def warn_if_none_fits(self) -> None:
-        """Warn once if there are caches in the store or beside it, but none for this engine."""
+        """Warn once if there are caches in the store, but none for this engine."""
         with self.outage.survived():
             try:
                 self._store.require(self.fingerprint)
