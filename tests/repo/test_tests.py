@@ -186,9 +186,9 @@ BROKEN = [
     (nothing_asserted, "def test_x():\n    run()"),
     (nothing_asserted, "class T:\n    async def test_x(self):\n        await run()"),
     (nothing_asserted, "def go():\n    return 1\ndef test_x():\n    go()"),
-    (reached_for, "engine._fingerprint"),
-    (reached_for, "from samkv_integrations.engine.first_token import _probe"),
-    (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._probe', f)"),
+    (reached_for, "engine._beginnings"),
+    (reached_for, "from samkv_integrations.engine.first_token import _compute"),
+    (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._compute', f)"),
     (reached_for, "mock.patch.object(engine, '_lock')"),
 ]
 
