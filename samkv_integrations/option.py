@@ -69,7 +69,11 @@ def declared(options: type) -> Declared:
 def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """Class and name of an option -> its docstring; without a class, the first one of the name."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except OSError:  # an installation without sources has no descriptions
+        return found
+    for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
         for row, below in zip(node.body, node.body[1:], strict=False):

@@ -57,6 +57,7 @@ class Database:
         self._of_parent: sqlite3.Connection | None = None
         self._path: Path | None = None  # None for one in memory
         self._is_held_up = False
+        self._damaged = ""  # name of a file that could not be deleted
 
     def fill(self, connection: sqlite3.Connection) -> None:
         """Write the rows of a new database, whose tables are empty."""
@@ -156,7 +157,10 @@ class Database:
 
     def _newest(self) -> Path | None:
         names = os.listdir(self._folder) if self._folder else []
-        found = [n for n in names if n.startswith(self._prefix) and n.endswith(".sqlite")]
+        found = [
+            name for name in names
+            if name.startswith(self._prefix) and name.endswith(".sqlite") and name != self._damaged
+        ]  # fmt: skip
         return self._folder / max(found) if self._folder and found else None
 
     def _make(self, folder: Path) -> Path:
@@ -184,8 +188,10 @@ class Database:
     def _discard(self) -> None:
         self.close()
         if self._path is not None:
-            with suppress(OSError):  # a read-only folder keeps it
-                self._path.unlink()
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError:  # a read-only folder keeps it
+                self._damaged = self._path.name
             self._path = None
 
     @staticmethod

@@ -69,6 +69,8 @@ class ChunkStore(Store):
         self.files = ChunkFolder(self.path, secret)
         self.file = self.files.file
         super().__init__(namespace, secret, self.files.index, str(self.path))
+        with suppress(StoreError):  # a damaged index is made anew by the next call
+            self.index.budget()
         if max_bytes is not None or quotas:
             self.set_budget(max_bytes, {**self.index.budget()[1], **quotas})
         self.shared: SharedTier | None = None
@@ -79,6 +81,8 @@ class ChunkStore(Store):
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         entry = Entry.of(chunk, self._namespace, unless_deleted_since)
+        if unless_deleted_since is not None:
+            self.index.check(entry)
         data = encode(chunk, self._namespace, self.secret)
         # Beginnings stay here: other machines could not tell which ones a deletion concerns.
         if self.shared is None or chunk.fingerprint.is_of_beginning:
@@ -89,7 +93,11 @@ class ChunkStore(Store):
         # The remote tier first: if this process is killed in between, a retry sends the chunk
         # again. In the other order it would find the local file, and not send it.
         is_shared = self.shared.share(entry, whole)
-        self.files.put(chunk.key, entry.digest, [whole], lambda file: entry)
+        try:
+            self.files.put(chunk.key, entry.digest, [whole], lambda file: entry)
+        except CacheMiss:  # something was deleted meanwhile
+            self.shared.delete([chunk.key])
+            raise
         if is_shared:
             self.shared.mark([(entry.digest, entry.key)])
 
@@ -164,8 +172,11 @@ class ChunkStore(Store):
     def delete(self, *keys: str) -> int:
         check_keys(keys)
         self.check_delete(*keys)
-        # The remote tier first: if that fails, no key is reported as deleted.
-        gone = self.shared.delete(keys) if self.shared else set()
+        gone: set[str] = set()
+        if self.shared is not None:
+            # The remote tier first: if that fails, no key is reported as deleted.
+            self.index.count_deletion(self._namespace)
+            gone = self.shared.delete(keys)
         return len(gone | self.files.delete(self._namespace, keys))
 
     def delete_beginnings(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
-from samkv_integrations.cache.database import BRIEF_S, Database
+from samkv_integrations.cache.database import BRIEF_S, BUSY_S, Database
 from samkv_integrations.cache.file_format import ChunkFile, FileLayout, text_bytes
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
@@ -176,18 +176,10 @@ class Index(Database):
         Raises StoreError if there is no room, CacheMiss ("absent") if the cache has gone, or if
         something was deleted since ``entry.unless_deleted_since``.
         """
-        since = entry.unless_deleted_since
-        with self.transaction(writes=True) as connection:
-            if since is not None and since != _n_deletions(connection, entry.namespace):
-                raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
-            for limit, what, space in _limits(connection, entry.namespace) if place else ():
-                if entry.n_bytes > limit:
-                    raise StoreError(
-                        f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
-                        "next step: samkv store budget, or a larger max_bytes"
-                    )
-                if entry.is_of_beginning and _taken(connection, space) + entry.n_bytes > limit:
-                    raise StoreError(f"no room for an exact beginning within {what}")
+        # questions wait for this process's transactions, and must not wait for a beginning
+        patience_s = BRIEF_S if entry.is_of_beginning else BUSY_S
+        with self.transaction(writes=True, patience_s=patience_s) as connection:
+            self._check(connection, entry, has_place=place is None)
             chunk = self._insert(connection, entry)
             if entry.is_of_beginning:
                 self._drop_old_heads(connection, entry.namespace)
@@ -196,6 +188,24 @@ class Index(Database):
                 place()
             elif self._caches.is_gone(entry.digest, entry.key):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
+
+    def check(self, entry: Entry) -> None:
+        """Raise what `keep` would raise for a new cache, before anything is written or sent."""
+        with self.transaction(patience_s=BRIEF_S) as connection:
+            self._check(connection, entry, has_place=False)
+
+    def _check(self, connection: sqlite3.Connection, entry: Entry, *, has_place: bool) -> None:
+        since = entry.unless_deleted_since
+        if since is not None and since != _n_deletions(connection, entry.namespace):
+            raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
+        for limit, what, space in () if has_place else _limits(connection, entry.namespace):
+            if entry.n_bytes > limit:
+                raise StoreError(
+                    f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
+                    "next step: samkv store budget, or a larger max_bytes"
+                )
+            if entry.is_of_beginning and _taken(connection, space) + entry.n_bytes > limit:
+                raise StoreError(f"no room for an exact beginning within {what}")
 
     def learn(self, entries: Iterable[Entry]) -> None:
         """Index chunks that are in the remote tier, and not here."""
@@ -331,6 +341,11 @@ class Index(Database):
             return _n_deletions(connection, namespace)
 
     # -- exact beginnings, see `Fingerprint.behind` -----------------------------------------------
+
+    def count_deletion(self, namespace: str) -> None:
+        """Say that a deletion begins: no cache of a prompt that came before it is kept."""
+        with self.transaction(writes=True) as connection:
+            _count_deletion(connection, namespace)
 
     def delete_beginnings(self, namespace: str) -> int:
         """Delete the beginnings of a namespace; how many there were."""

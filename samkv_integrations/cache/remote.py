@@ -207,6 +207,7 @@ class SharedTier:
 
         False if the place does not answer.
         """
+        self.refresh_soon()
         with suppress(StoreError):
             if self._index.is_shared(digest, key):
                 return True
@@ -336,10 +337,17 @@ class SharedTier:
         with _answering("not all can be deleted from the remote tier"):
             digests = self._digests()
             places = [(d, k) for d in digests for k in keys if _NAME.fullmatch(k)]
-            gone = self.objects.pool.map(lambda one: self.objects.remove(self._path(one)), places)
+            gone = self.objects.pool.map(self._remove, places)
             deleted = {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
         self._fingerprints = (0.0, [])
         return deleted
+
+    def _remove(self, place: Place) -> bool:
+        try:
+            return self.objects.remove(self._path(place))
+        except CacheMiss:  # a question has given the remote tier up meanwhile
+            self.objects.ask_again()
+            return self.objects.remove(self._path(place))
 
     # -- all chunks -----------------------------------------------------------------------------
 

@@ -199,7 +199,7 @@ class Index:
     ) -> Engine:
         """An engine over the chunk caches. given: of `as_ingested`. options: see `Engine`."""
         return engine_of(
-            given.model, self.folder / "kv", self.device, given.dtype, given.store_bits, max_bytes,
+            given.model, kv_in(self.folder), self.device, given.dtype, given.store_bits, max_bytes,
             self.namespace, self.remote, **options,
         )  # fmt: skip
 
@@ -283,6 +283,12 @@ def _key(place: tuple[str, str]) -> str:
     return json.dumps(place)
 
 
+def kv_in(folder: Path) -> Path:
+    """The folder of the caches in that of ``--dir``, which may be it itself."""
+    path = folder / "kv"
+    return folder if not path.is_dir() and (folder / "store.json").is_file() else path
+
+
 def store_in(
     folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
 ) -> ChunkStore:
@@ -294,9 +300,7 @@ def store_in(
     """
     from samkv_integrations.cache.disk import ChunkStore
 
-    path = folder / "kv"
-    if not path.is_dir() and (folder / "store.json").is_file():
-        path = folder
+    path = kv_in(folder)
     if not path.is_dir() and not (remote and is_new):
         raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
     return ChunkStore(path, namespace=namespace, remote=remote)

@@ -231,10 +231,11 @@ class Engine:
 
         Records in a vector store stay, and would be cached again. Raises StoreError on failure.
         """
-        n_chunks = self.chunks.forget(texts)
-        self._reader.forget(texts)
-        self.prefixes.clear()
-        return n_chunks
+        try:
+            return self.chunks.forget(texts)
+        finally:
+            self._reader.forget(texts)
+            self.prefixes.clear()
 
     def delete(self, keys: Collection[str]) -> int:
         """Delete chunk caches by key, from memory too; returns how many existed.
@@ -242,10 +243,11 @@ class Engine:
         Raises StoreError if one cannot be deleted, InvalidOption if ``keys`` are not strings.
         """
         keys = check_texts("keys", keys)
-        n_deleted = self.store.delete(*sorted(keys))
-        self._reader.forget(keys=set(keys))
-        self.prefixes.clear()
-        return n_deleted
+        try:
+            return self.store.delete(*sorted(keys))
+        finally:
+            self._reader.forget(keys=set(keys))
+            self.prefixes.clear()
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt as one string. Raises InvalidOption if the chat template refuses it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 
@@ -39,7 +39,7 @@ class ModelSource(Arguments, EngineFields):
     engine: Engine | None = None
     model: Any = None
     tokenizer: Any = None
-    block_size: int | None = None
+    block_size: int | Literal["auto"] | None = None
 
 
 def engine_of(source: ModelSource) -> Engine:
@@ -95,6 +95,8 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "kv_remote": store.shared.url if store and store.shared else None,
         "namespace": engine.store.namespace,
         **{name: getattr(engine, name) for name in OWN_ENGINE_OPTIONS},
+        # None is the default: a field that nobody gave must not forbid another engine
+        "exact_beginnings": None if engine.exact_beginnings else False,
     }
 
 
@@ -103,7 +105,9 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
-    facts = facts_of(engine) | {"block_size": engine.fingerprint.block_size}
+    facts = facts_of(engine) | {"exact_beginnings": engine.exact_beginnings}
+    if source.block_size != "auto":
+        facts["block_size"] = engine.fingerprint.block_size
     folder, kv_dir = facts["kv_dir"], source.kv_dir
     if folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve():
         facts["kv_dir"] = kv_dir

@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    SkipValidation,
     ValidationError,
     create_model,
     model_validator,
@@ -35,21 +36,31 @@ from samkv_integrations.model.sampling import DECLARED
 from samkv_integrations.option import Declared, declared
 from samkv_integrations.prompt.resolve import OnMiss
 
+_KINDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "method": SkipValidation[str | None],  # type: ignore[misc]
+        "eviction": SkipValidation[str | None],  # type: ignore[misc]
+        "on_miss": SkipValidation[OnMiss],  # type: ignore[misc]
+    }
+)
+"""What LLMs take of options that may be objects elsewhere; their checks have better errors."""
+
 
 def with_fields(name: str, options: Declared) -> type[BaseModel]:
     """A model called ``name`` with a field for each option that LLMs have.
 
-    A value with a check of its own is left to that check, whose errors are in our words.
+    Names of methods and the like are left to their checks, whose errors list what is allowed.
     """
     fields: dict[str, Any] = {}
     for called, (kind, option) in options.items():
         if not option.in_llms:
             continue
+        kind = _KINDS.get(called, kind)
         kind = kind | None if option.default is None else kind
         is_dict = isinstance(option.default, dict)
         default: Any = {"default_factory": dict} if is_dict else {"default": option.default}
         field = Field(**default, repr=not is_dict, description=option.sentence)
-        fields[called] = (Any if option.check else kind, field)
+        fields[called] = (kind, field)
     config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
     made: type[BaseModel] = create_model(name, __config__=config, __module__=__name__, **fields)
     return made

@@ -227,6 +227,37 @@ def test_what_one_deletes_all_delete(machine: Machine) -> None:
         assert not store.file(gone.key, TINY.digest).exists()
 
 
+def test_a_chunk_of_a_prompt_before_a_deletion_is_not_shared(local: Machine) -> None:
+    one, other = local(), local()
+    chunk = chunk_for(one, 1)
+    since = one.index.deletions(one.namespace)
+    one.put(chunk)
+    one.delete(chunk.key)
+    with pytest.raises(CacheMiss, match="something was deleted meanwhile"):
+        one.put(chunk, unless_deleted_since=since)
+    assert refreshed(other) == (0, 0)
+    assert not one.contains(chunk.key, chunk.fingerprint)
+
+
+def test_a_deletion_goes_on_where_a_question_gives_up(
+    local: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = local()
+    chunks = fill(store, 8)
+    assert store.shared is not None
+    objects, removed = store.shared.objects, store.shared.objects.remove
+    calls = count()
+
+    def remove(path: str) -> bool:
+        if next(calls) == 3:
+            objects.give_up("takes longer than 10 s")
+        return removed(path)
+
+    monkeypatch.setattr(objects, "remove", remove)
+    assert store.delete(*(chunk.key for chunk in chunks)) == 8
+    assert refreshed(local()) == (0, 0)
+
+
 def test_a_chunk_that_is_deleted_while_it_is_fetched_stays_away(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

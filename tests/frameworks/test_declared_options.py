@@ -13,13 +13,13 @@ import typer
 from typer.testing import CliRunner
 
 from langchain_samkv import ChatSamKV, SamKV
-from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations import Engine
+from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.cli.arguments import with_flags
 from samkv_integrations.engine import options
 from samkv_integrations.engine.answer_settings import AnswerSettings
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks import fields
 from samkv_integrations.model.sampling import DECLARED, Sampling
 from samkv_integrations.option import Option, declared
@@ -128,7 +128,29 @@ def test_an_llm_may_do_without_exact_beginnings(kind: Any, tmp_path: Path) -> No
     assert kind(engine=llm.engine).exact_beginnings is False
     with pytest.raises(InvalidOption, match="exact_beginnings=True, but the .* has False"):
         kind(engine=llm.engine, exact_beginnings=True)
-    assert kind(model_name="builtin", kv_dir=tmp_path / "kv").exact_beginnings is True
+    assert kind(model_name="builtin", kv_dir=tmp_path / "kv").engine.exact_beginnings is True
+
+
+def test_a_saved_llm_goes_on_with_an_engine_that_has_none(tmp_path: Path) -> None:
+    saved = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv").to_dict()
+    engine = Engine.from_pretrained("builtin", ChunkStore(tmp_path / "kv"), exact_beginnings=False)
+    assert SamKVLLM.from_dict(saved, engine=engine).engine is engine
+
+
+def test_defaults_that_a_wrapper_passes_along_are_none(tmp_path: Path) -> None:
+    engine = Engine.from_pretrained("builtin", ChunkStore(tmp_path / "kv"))
+    made = SamKVCacheTransform(engine=engine, device_map="auto", dtype="auto", kv_dir=None)
+    assert made.store_id == SamKVCacheTransform(engine=engine).store_id
+    with pytest.raises(UnknownOption, match="egine.*engine"):
+        SamKVCacheTransform(egine=engine)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", LLMS)
+def test_fields_keep_their_types_in_schemas_and_read_texts(kind: Any) -> None:
+    fields = kind.model_fields
+    llm = kind(model_name="builtin", store_bits="8", timeout="30")
+    assert (llm.store_bits, llm.timeout) == (8, 30.0)
+    assert "str" in str(fields["method"].annotation)
 
 
 def test_type_checkers_are_told_of_the_same_fields() -> None:

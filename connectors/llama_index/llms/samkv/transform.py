@@ -76,11 +76,11 @@ class SamKVCacheTransform(TransformComponent):
         show_progress: bool = False,
         **source: Unpack[SourceOptions],
     ) -> None:
-        known = SourceOptions.__annotations__
+        known = {*SourceOptions.__annotations__, "llm", "engine", "show_progress"}
         for name in source.keys() - known:
             raise UnknownOption.among("argument of SamKVCacheTransform", name, known)
         if llm is not None or engine is not None:
-            if source:
+            if ModelSource(**source) != ModelSource():
                 raise InvalidOption(
                     "llm and engine have their model and folder; leave the other arguments out, "
                     "or give model_name and kv_dir in place of both"
