@@ -29,7 +29,7 @@ from benchmarks.run_settings import hardware
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.report import Report
-from samkv_integrations.figures import to_json
+from samkv_integrations.formatting import to_json
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt import rag_prompt

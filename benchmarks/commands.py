@@ -9,12 +9,12 @@ from typing import Any
 import typer
 import typer.core
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import InvalidOption, SamkvError
-from samkv_integrations.figures import Row
+from samkv_integrations.formatting import Row
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
@@ -32,7 +32,7 @@ class _Command(typer.core.TyperCommand):
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            typer.echo(f"benchmarks: {figures.visible(' '.join(str(error).split()))}", err=True)
+            typer.echo(f"benchmarks: {formatting.visible(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(USER_ERROR) from error
 
 
@@ -86,7 +86,7 @@ def _cell(name: str, value: object) -> str:
         return "-"
     if name.endswith("_bytes") or name == "bytes_read":
         assert isinstance(value, int | float)
-        return figures.size(value)
+        return formatting.size(value)
     if name.endswith("tokens_per_s"):
         return f"{value:.1f}"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from samkv_integrations.cache.index import Entry, Index, IndexedChunks
+from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.model.loading import load_tokenizer
 from samkv_integrations.prompt.layout import find_runs

@@ -29,7 +29,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.figures import to_json
+from samkv_integrations.formatting import to_json
 from samkv_integrations.model.model import Model
 
 _Made = TypeVar("_Made")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from samkv_integrations.errors import InvalidOption, MissingExtra
-from samkv_integrations.figures import Row
+from samkv_integrations.formatting import Row
 
 if TYPE_CHECKING:
     import httpx

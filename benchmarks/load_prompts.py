@@ -14,7 +14,7 @@ from benchmarks.datasets import SHORT, Question, load
 from benchmarks.load import Prompt, Prompts
 from benchmarks.models import Words
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 QUESTION_TOKENS = 12
 BUILTIN = "builtin"

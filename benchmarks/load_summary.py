@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.commands import TRUTH
 from benchmarks.load import Block, Pace, Record
-from samkv_integrations.figures import Row
+from samkv_integrations.formatting import Row
 
 PERCENTILES = (50, 90, 99)
 

@@ -38,11 +38,11 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.figures import commit, to_json
+from samkv_integrations.formatting import commit, to_json
 from samkv_integrations.model.identity import weights_digest
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 PLAIN = "plain transformers"
 WAYS = (PLAIN, "recompute", "reuse", "epic", "samkv-guided", "auto")

@@ -41,13 +41,13 @@ from benchmarks.load import (
 from benchmarks.load_prompts import Prepared, Subject
 from benchmarks.load_summary import rows_of
 from benchmarks.run_settings import machine
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.figures import Row, ratio, seconds
+from samkv_integrations.formatting import Row, ratio, seconds
 from samkv_integrations.methods import get_method
 
 Keep = Callable[[Pace, Record], None]
@@ -94,7 +94,7 @@ def serve(
     rows, name = rows_of(blocks), name if url else made.name
     if as_json:
         more = {"hardware": settings["hardware"], "settings": settings}
-        typer.echo(figures.to_json("benchmarks serve", name, rows, more))
+        typer.echo(formatting.to_json("benchmarks serve", name, rows, more))
         return
     out = tables.console()
     out.print(load_table(rows))
@@ -117,8 +117,8 @@ def _settings(subject: Subject, config: LoadConfig, endpoint: Endpoint) -> dict[
     """All that a run depends on, but no key; and the machine that the requests come from."""
     return {
         **asdict(subject), **asdict(config), "max_tokens": endpoint.max_tokens,
-        "timeout_s": endpoint.timeout_s, "version": figures.version(),
-        "commit": figures.commit(), "hardware": machine(),
+        "timeout_s": endpoint.timeout_s, "version": formatting.version(),
+        "commit": formatting.commit(), "hardware": machine(),
     }  # fmt: skip
 
 

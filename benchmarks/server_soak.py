@@ -34,7 +34,7 @@ from benchmarks.datasets import load
 from benchmarks.serve import serving
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.windows import MemoryIndex
-from samkv_integrations.figures import commit
+from samkv_integrations.formatting import commit
 from samkv_integrations.model import load_model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt import rag_prompt

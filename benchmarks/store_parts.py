@@ -31,7 +31,7 @@ from samkv_integrations.cache import upkeep
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.figures import to_json
+from samkv_integrations.formatting import to_json
 from samkv_integrations.model.model import Model
 
 HANG_S = 60.0

@@ -17,8 +17,8 @@ from pydantic import ConfigDict, Field, SecretStr
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
-from samkv_integrations.frameworks.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
-from samkv_integrations.frameworks.local_llm import (
+from samkv_integrations.llm.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
+from samkv_integrations.llm.local_llm import (
     CALL_KWARGS,
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,

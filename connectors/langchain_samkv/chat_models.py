@@ -34,7 +34,7 @@ from pydantic import BaseModel
 from langchain_samkv.base import LocalModel
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.frameworks.tool_calls import (
+from samkv_integrations.llm.tool_calls import (
     ShownText,
     ToolCall,
     ToolUse,

@@ -24,7 +24,7 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.frameworks.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import EngineRef
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument

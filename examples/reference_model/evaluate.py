@@ -44,11 +44,11 @@ from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.evaluation.measures import exact_match
-from samkv_integrations.figures import commit
+from samkv_integrations.formatting import commit
 from samkv_integrations.methods import get_method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 RECOMPUTE = "recompute"
 METHODS = (RECOMPUTE, "reuse", "reuse-local")

@@ -2,9 +2,9 @@
 
 - What a chunk is: `chunk`; its attention statistics: `attention_stats`; how it is found in prompts:
   `windows`.
-- Formats of KV entries: `quantise`, and `kernels` for a GPU.
-- Chunk files: `file_format` (one file), `files` (atomic writes), `chunk_folder` (all of a store).
-- The index: `database` (SQLite, rebuilt from the files), `index` (what it answers).
-- Stores: `base` (the contract), `memory`, `disk`; `upkeep` maintains one on disk.
-- The remote tier: `remote` (what machines share), `remote_objects` (fsspec).
+- `formats`: how keys and values are stored in few bits, and a kernel that reads them on a GPU.
+- `files`: chunk files: the format of one, atomic writes, and the folder of all.
+- `index`: the index of these files, an SQLite database that is rebuilt from them.
+- Stores: `store` (the contract), `memory`, `disk`; `upkeep` maintains one on disk.
+- `remote`: the remote tier, which machines share.
 """

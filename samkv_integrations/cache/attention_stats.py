@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.cache.chunk import BlockMeans, ChunkBlocks, ChunkStatistics
-from samkv_integrations.cache.quantise import HALF_STEP, as_half
+from samkv_integrations.cache.formats.quantise import HALF_STEP, as_half
 
 MIN_LATER = 8
 """Fewest later tokens for which a power law is fitted to a token's column."""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.errors import InvalidOption
 
 FORMAT_VERSION = 5

@@ -7,13 +7,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
-from samkv_integrations.cache.base import Store, StoredChunk, StoreStats
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.cache.chunk_folder import ChunkFolder, open_folder, reconcile
-from samkv_integrations.cache.file_format import ChunkFile, encode, open_regular
-from samkv_integrations.cache.files import cannot, folder_named, read_small, write_file, write_new
-from samkv_integrations.cache.index import Entry
-from samkv_integrations.cache.remote import SharedTier, objects_outside
+from samkv_integrations.cache.files.atomic import (
+    cannot,
+    folder_named,
+    read_small,
+    write_file,
+    write_new,
+)
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode, open_regular
+from samkv_integrations.cache.files.folder import ChunkFolder, open_folder, reconcile
+from samkv_integrations.cache.index.index import Entry
+from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
+from samkv_integrations.cache.store import Store, StoredChunk, StoreStats
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from samkv_integrations.cache.base import Store, StoredChunk
 from samkv_integrations.cache.chunk import (
     SECRET_BYTES,
     BlockMeans,
@@ -17,8 +16,9 @@ from samkv_integrations.cache.chunk import (
     ChunkStatistics,
     Fingerprint,
 )
-from samkv_integrations.cache.file_format import text_bytes
-from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
+from samkv_integrations.cache.files.chunk_file import text_bytes
+from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
+from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 
 _Part = TypeVar("_Part", str, Tensor, ChunkStatistics, BlockMeans)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from samkv_integrations.cache.chunk_folder import Recovered, reconcile
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.file_format import ChunkFile, open_regular
-from samkv_integrations.cache.index import LOST, PRESENT, Place
-from samkv_integrations.cache.remote import SharedTier
+from samkv_integrations.cache.files.chunk_file import ChunkFile, open_regular
+from samkv_integrations.cache.files.folder import Recovered, reconcile
+from samkv_integrations.cache.index.index import LOST, PRESENT, Place
+from samkv_integrations.cache.remote.tier import SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 Progress = Callable[[int, int], None]

@@ -13,8 +13,8 @@ import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.store import Store
 from samkv_integrations.errors import InvalidOption, StoreError
 
 _MAX_COLLECTIONS = 1000

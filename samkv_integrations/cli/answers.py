@@ -10,7 +10,7 @@ from samkv_integrations.engine.report import Report
 from samkv_integrations.evaluation.judge import is_right
 from samkv_integrations.evaluation.measures import exact_match, f1_score
 from samkv_integrations.evaluation.questions import Question
-from samkv_integrations.figures import Row
+from samkv_integrations.formatting import Row
 
 
 def answer_row(question: Question, text: str, sources: Sequence[str], report: Report) -> Row:

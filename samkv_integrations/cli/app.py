@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import store
 from samkv_integrations.cli.ask import ask, inspect, methods
@@ -44,7 +44,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            typer.echo(f"samkv: {figures.visible(' '.join(str(error).split()))}", err=True)
+            typer.echo(f"samkv: {formatting.visible(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(USER_ERROR) from error
 
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"samkv {figures.version()}")
+        typer.echo(f"samkv {formatting.version()}")
         raise typer.Exit
 
 

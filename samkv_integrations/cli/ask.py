@@ -14,7 +14,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, eviction_of, given_methods, words
 from samkv_integrations.engine.options import OwnEngineOptions
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.figures import Row, percent, visible
+from samkv_integrations.formatting import Row, percent, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
@@ -29,7 +29,7 @@ from samkv_integrations.cli.loading import (
 )
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
-from samkv_integrations.figures import count
+from samkv_integrations.formatting import count
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -121,7 +121,7 @@ def ingest(
     from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
-    from samkv_integrations.cluster.pool import require_ray
+    from samkv_integrations.cluster.workers import require_ray
     from samkv_integrations.embedding import HashingEmbedding
 
     check_name(collection)
@@ -211,7 +211,9 @@ def ingest(
             f"{collection!r}: {done.n_cached} prefilled by {model}, "
             f"{done.n_hit} already cached"
         )
-        out.print(f"{figures.seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} added")
+        out.print(
+            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added"
+        )
         if n_released := getattr(done, "n_released", 0):  # which workers do not count
             out.print(
                 f"{count(n_released, 'cache')} deleted that the records had before, of other texts "

@@ -15,8 +15,8 @@ from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, c
 from samkv_integrations.errors import InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
-    from samkv_integrations.cache.base import Store
     from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.cache.store import Store
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.engine import Engine
@@ -38,7 +38,7 @@ def bytes_of(option: str, text: str) -> int:
 
     Raises InvalidOption, which names ``option``, for any other text, or an impossible size.
     """
-    from samkv_integrations.cache.index import MOST
+    from samkv_integrations.cache.index.index import MOST
 
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[2].lower()) if found else None
@@ -258,7 +258,7 @@ def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Inges
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
-    from samkv_integrations.cache.files import read_small
+    from samkv_integrations.cache.files.atomic import read_small
 
     # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
@@ -311,7 +311,7 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
 
     Its texts would be cached in this one otherwise.
     """
-    from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
+    from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records
 
     places = store.index.places(None, PRESENT, EVICTED, LOST)

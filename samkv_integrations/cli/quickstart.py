@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ingest import find_documents
 from samkv_integrations.cli.loading import BUILTIN, engine_of
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
-from samkv_integrations.figures import Row, count, ratio, seconds
+from samkv_integrations.formatting import Row, count, ratio, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +93,7 @@ def quickstart(
     done = run.ingest(samples.texts)
     out.print(f"{count(len(samples.texts), 'document')}, {count(done.n_records, 'chunk')} in "
               f"Chroma: {done.n_cached} prefilled now, {done.n_hit} already cached "
-              f"({seconds(done.seconds)}, {figures.size(done.bytes_on_disk)} written to "
+              f"({seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} written to "
               f"{folder / 'kv'})")  # fmt: skip
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)

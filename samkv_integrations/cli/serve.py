@@ -54,8 +54,8 @@ def serve(
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
     docs/ray.md describe further options.
     """
-    from samkv_integrations.cluster.pool import require_ray
     from samkv_integrations.cluster.serve import Replicas, Route
+    from samkv_integrations.cluster.workers import require_ray
     from samkv_integrations.engine.scheduler import Limits
 
     try:

@@ -13,7 +13,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, bytes_of, progress_bar, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.figures import Row, count, percent, size
+from samkv_integrations.formatting import Row, count, percent, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 
 def _prefix(named: str) -> str:
     """`FingerprintStats.prefix` in short."""
-    from samkv_integrations.cache.base import BEHIND_HEADS
+    from samkv_integrations.cache.store import BEHIND_HEADS
 
     if named == BEHIND_HEADS:
         return "head"

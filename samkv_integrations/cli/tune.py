@@ -6,12 +6,12 @@ import random
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.figures import count, ratio, seconds
+from samkv_integrations.formatting import count, ratio, seconds
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -126,7 +126,7 @@ def tune(
         entry = settings[standing.label]
         if as_json:
             found = {"setting": entry.line, "judged_by": judge, "measured": dict(entry.measured)}
-            tables.write_text(figures.to_json("tune", model, [asdict(standing)], found))
+            tables.write_text(formatting.to_json("tune", model, [asdict(standing)], found))
         out.print(_checked(entry, _in_words(standing, right), standing, config, judge))
         return
     result = run.tune([*settings], retrieved.questions)
@@ -145,7 +145,7 @@ def tune(
             "held_out": [asdict(one) for one in result.checked],
             "written": str(written) if written else None, "seconds": result.seconds,
         }  # fmt: skip
-        tables.write_text(figures.to_json("tune", model, rows, more))
+        tables.write_text(formatting.to_json("tune", model, rows, more))
     standings = sorted(result.standings, key=lambda each: each.ttft_ratio)
     longest = max(standings, key=lambda each: each.questions)
     cells = [

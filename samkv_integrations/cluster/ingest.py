@@ -18,11 +18,11 @@ from tqdm.auto import tqdm
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE
-from samkv_integrations.cluster.pool import WorkerPool, reason_in
+from samkv_integrations.cluster.workers import WorkerPool, reason_in
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import batches
 from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption
-from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
+from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
 
 PROBE = "which store"

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from samkv_integrations.cluster.pool import WorkerPool, reason_in
+from samkv_integrations.cluster.workers import WorkerPool, reason_in
 from samkv_integrations.errors import ClusterError, InvalidOption, UnknownOption
 
 APPLICATION = "samkv"

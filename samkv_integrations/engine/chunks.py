@@ -24,11 +24,11 @@ from samkv_integrations.cache.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     stable_layers,
 )
-from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.file_format import FileLayout, text_bytes
+from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
+from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.cache.quantise import EntryFormat
+from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.engine.prefill import batches, entries_before, prefill
 from samkv_integrations.errors import (
     CacheMiss,
@@ -37,8 +37,8 @@ from samkv_integrations.errors import (
     StoreError,
 )
 from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
-from samkv_integrations.prompt.text import bodies_of
 
 Depth = Literal["exists", "opens", "whole"]
 """How thoroughly a cache is checked: its file exists; it can be opened, which verifies its header;

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.base import Store
-from samkv_integrations.cache.quantise import Entries, EntryFormat, groups
+from samkv_integrations.cache.formats.quantise import Entries, EntryFormat, groups
+from samkv_integrations.cache.store import Store
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout

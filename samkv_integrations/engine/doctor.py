@@ -20,14 +20,19 @@ from torch.nn.functional import kl_div
 
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, STORE_BITS, rotate, unrotate
+from samkv_integrations.cache.formats.quantise import (
+    DEFAULT_STORE_BITS,
+    STORE_BITS,
+    rotate,
+    unrotate,
+)
 from samkv_integrations.engine.costs import CostModel, is_whole
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference that rounding may cause, as a share of the largest number compared."""

@@ -10,9 +10,9 @@ from typing import Any, Literal, Unpack
 
 import torch
 
-from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.store import Store
 from samkv_integrations.engine.answer_settings import AnswerOptions, AnswerSettings
 from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunk_prefix import PrefixPolicy, prefix_ids
@@ -33,9 +33,9 @@ from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import JsonConstraint
+from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
-from samkv_integrations.prompt.text import check_texts
 
 
 class Engine:

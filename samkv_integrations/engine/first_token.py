@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.costs import is_whole
 from samkv_integrations.engine.loader import ChunkLost, Context

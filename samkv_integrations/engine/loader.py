@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
-from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.quantise import GROUP_TOKENS, Entries
+from samkv_integrations.cache.formats.quantise import GROUP_TOKENS, Entries
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods.base import SelectionInputs
 from samkv_integrations.model.families import Rotation

@@ -1,6 +1,6 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the fields of both frameworks' LLMs (`samkv_integrations.frameworks.fields`), flags
+From here come the fields of both frameworks' LLMs (`samkv_integrations.llm.fields`), flags
 of the command line (`samkv_integrations.cli.arguments`) and the tables of the API reference. The
 code that uses an option reads it from `Engine`'s arguments or from `AnswerSettings`. The options of
 sampling are declared where they are used, in `samkv_integrations.model.sampling`.
@@ -71,7 +71,7 @@ def check_prefix(prefix: object) -> None:
 
 def check_store_bits(bits: int) -> None:
     """Raises InvalidOption if caches cannot have so many bits."""
-    from samkv_integrations.cache import quantise
+    from samkv_integrations.cache.formats import quantise
 
     quantise.check_store_bits(bits)
 

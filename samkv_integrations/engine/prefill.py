@@ -15,7 +15,7 @@ from samkv_integrations.cache.attention_stats import (
     quantise_means,
 )
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.quantise import unrotate
+from samkv_integrations.cache.formats.quantise import unrotate
 from samkv_integrations.model.model import Model
 
 BATCH_TOKENS = 1024

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.model.quoting import RenderedPrompt
@@ -76,8 +76,8 @@ class _Telemetry:
 
         self.api, self.context = trace, context
         self.propagator = TraceContextTextMapPropagator()
-        self.tracer = trace.get_tracer(SCOPE, figures.version())
-        meter = metrics.get_meter(SCOPE, figures.version())
+        self.tracer = trace.get_tracer(SCOPE, formatting.version())
+        meter = metrics.get_meter(SCOPE, formatting.version())
         self.tell: dict[str, Callable[..., None]] = {}
         for name, (unit, about, bounds) in _METRICS.items():
             self.tell[name] = (

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import tomli_w
 
-from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files import read_small, write_file
-from samkv_integrations.cache.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.cache.files.atomic import read_small, write_file
+from samkv_integrations.cache.formats.quantise import DEFAULT_STORE_BITS, check_store_bits
+from samkv_integrations.cache.store import Store
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method

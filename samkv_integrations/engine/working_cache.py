@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.cache.quantise import Entries
+from samkv_integrations.cache.formats.quantise import Entries
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.eviction.base import DroppingEviction, Seen
 from samkv_integrations.methods.base import ContextAttention

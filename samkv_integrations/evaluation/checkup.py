@@ -13,7 +13,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.evaluation.judge import is_right
 from samkv_integrations.evaluation.questions import Question, read_questions
-from samkv_integrations.figures import count
+from samkv_integrations.formatting import count
 from samkv_integrations.model.model import Model
 
 FURTHER_QUESTIONS = (

@@ -11,7 +11,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.measures import f1_words
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 ANSWER_TOKENS = 16
 """Longest answer to a question that does not give its own limit."""

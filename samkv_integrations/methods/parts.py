@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import unrotate
+from samkv_integrations.cache.formats.quantise import unrotate
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.base import (
     Method,

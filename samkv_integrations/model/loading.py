@@ -35,7 +35,7 @@ from samkv_integrations.model.gguf_file import (
     smollm2,
 )
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.shape import SUPPORTED_DTYPES, refuse_unsupported
+from samkv_integrations.model.supported import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
 

@@ -36,7 +36,7 @@ from samkv_integrations.model.families import (
 )
 from samkv_integrations.model.identity import Identity, kind_of
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
-from samkv_integrations.model.shape import (
+from samkv_integrations.model.supported import (
     context_window_of,
     head_dim_of,
     refuse_adapters,

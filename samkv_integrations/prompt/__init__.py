@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 __all__ = ["rag_prompt"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from samkv_integrations.errors import HandleError
-from samkv_integrations.prompt.text import shorten
+from samkv_integrations.prompt.rag_template import shorten
 
 _log = logging.getLogger(__name__)
 

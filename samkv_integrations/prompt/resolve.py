@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from samkv_integrations.cache.base import Outage, Store, StoredChunk
 from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.reader import PromptChunk
 

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.engine.scheduler import OWNER
 from samkv_integrations.engine.tracing import below_caller
 from samkv_integrations.errors import SamkvError
@@ -51,7 +51,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     """The application; ``/openapi.json`` describes its routes."""
     service = Service(tenancy, settings)
     app = FastAPI(
-        title="samkv", version=figures.version(), description=_DESCRIPTION,
+        title="samkv", version=formatting.version(), description=_DESCRIPTION,
         docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
         redirect_slashes=False,  # so that a wrong path is an error in OpenAI's form
         telemetry={"logs": False},  # an error's message may hold a prompt

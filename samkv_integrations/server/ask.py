@@ -18,9 +18,9 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
-from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.llm.local_llm import usage_of
 from samkv_integrations.methods import METHODS
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.server.bodies import Body, Usage, with_stream
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import Service

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from samkv_integrations.engine.stream import Answer, AnswerStream
-from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.llm.local_llm import usage_of
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.bodies import (
     Asked,

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer, AnswerStream
-from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.llm.local_llm import usage_of
 from samkv_integrations.server.bodies import (
     AskedInChat,
     Body,

@@ -13,7 +13,7 @@ from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.evaluation.questions import Question
-from samkv_integrations.figures import count
+from samkv_integrations.formatting import count
 
 MOST_CHUNKS = 2_000
 """Questions are made of the first chunks of a collection, at most so many."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.decode import Greedy, decode_greedily
 from samkv_integrations.engine.engine import Engine
@@ -362,7 +362,7 @@ class Run:
         ends = self._clock() + 60 * self._config.minutes if ends is None else ends
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
         left, longest = list(labels), 0.0
-        for question in tqdm(questions, desc=f"asking {figures.count(len(left), 'setting')}"):
+        for question in tqdm(questions, desc=f"asking {formatting.count(len(left), 'setting')}"):
             began = self._clock()
             if not left or (longest and began + longest > ends):
                 break
@@ -408,7 +408,7 @@ def recommended(
         measured={
             "collection": collection,
             "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "version": figures.version(),
+            "version": formatting.version(),
             "judged_by": judge,
             "lose": -config.least,
             "held_out_tries": len(result.checked),

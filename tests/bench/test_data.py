@@ -12,7 +12,7 @@ import pytest
 from benchmarks import datasets
 from reference_model.questions import main as write_questions
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.records import builtin
 
 RECORD = {

@@ -283,7 +283,7 @@ def test_ingest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["forward_tokens_per_s"] == row["n_tokens"] / 1.0
         shares = [row[name] for name in ("speed_ratio", "analysis_share", "write_share")]
         assert shares == [0.5, 0.25, 0.25]
-        assert "cache.quantise.encode" in row["stages"]
+        assert "cache.formats.quantise.encode" in row["stages"]
         assert "engine.chunks.prepare" not in row["stages"]  # it runs the pass
         assert all(0 < share <= 1 for share in row["stages"].values())
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.cache.chunk import ChunkCache, chunk_key
-from samkv_integrations.cache.file_format import ChunkFile, FileLayout
-from samkv_integrations.cache.index import Entry
+from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout
+from samkv_integrations.cache.index.index import Entry
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded
 from tests.support.chunks import random_chunk, tiny_fingerprint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import Entries, EntryFormat, groups
+from samkv_integrations.cache.formats.quantise import Entries, EntryFormat, groups
 
 GROUPS, HEADS, DIM = 2, 6, 8
 MANY = 40_000  # more than a CPU computes the keys of at once

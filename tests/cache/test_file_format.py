@@ -18,9 +18,9 @@ from blake3 import blake3
 from safetensors import safe_open
 from torch import Tensor
 
-from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import BlockMeans, BlockScheme, ChunkCache, ChunkStatistics
-from samkv_integrations.cache.file_format import FileLayout
+from samkv_integrations.cache.files.chunk_file import FileLayout
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import random_chunk, tiny_fingerprint

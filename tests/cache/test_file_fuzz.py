@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.file_format import ChunkFile
+from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.errors import MISS_REASONS, CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, open_file, read_all
 from tests.support.mutations import CHUNK, CONTENTS, OBSTACLES, SOUND, clear

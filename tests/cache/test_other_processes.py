@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cache.index import Entry, Index
+from samkv_integrations.cache.index.index import Entry, Index
 from samkv_integrations.errors import CacheMiss, StoreError
 from tests.support.stores import Files
 
@@ -66,7 +66,7 @@ class TestStopped:
         self, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch, is_open: bool
     ) -> None:
         """A question reads the index a dozen times, and waited a minute at each."""
-        monkeypatch.setattr("samkv_integrations.cache.database.BRIEF_S", 0.01)
+        monkeypatch.setattr("samkv_integrations.cache.index.database.BRIEF_S", 0.01)
         index.keep(entry(1), lambda: None)
         if not is_open:
             index.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import EntryFormat, groups, rotate
+from samkv_integrations.cache.formats.quantise import EntryFormat, groups, rotate
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.chunks import transformed
 

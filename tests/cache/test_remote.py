@@ -18,10 +18,10 @@ import fsspec
 import pytest
 
 from samkv_integrations.cache import remote_objects as objects_module
-from samkv_integrations.cache.base import Store
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote import MOST_HEAD_BYTES, SharedTier
-from samkv_integrations.cache.remote_objects import AT_ONCE, Objects
+from samkv_integrations.cache.remote.objects import AT_ONCE, Objects
+from samkv_integrations.cache.remote.tier import MOST_HEAD_BYTES, SharedTier
+from samkv_integrations.cache.store import Store
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.prompt.layout import Occurrence, find_runs
@@ -201,7 +201,7 @@ def test_who_looks_for_texts_learns_them_by_and_by(
 def test_a_text_longer_than_what_is_read_of_a_head(
     local: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("samkv_integrations.cache.remote.HEAD_BYTES", 100)
+    monkeypatch.setattr("samkv_integrations.cache.remote.tier.HEAD_BYTES", 100)
     first, second = local(), local()
     (chunk,) = fill(first)
     assert refreshed(second) == (1, 0)
@@ -728,7 +728,7 @@ def test_what_could_not_be_sent_is_pushed_later(
     fill(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "samkv_integrations.cache.remote_objects.write_whole",
+            "samkv_integrations.cache.remote.objects.write_whole",
             lambda *_: (_ for _ in ()).throw(ConnectionError()),
         )
         sent, unsent, gone = fill(store, 3)
@@ -761,7 +761,7 @@ def test_all_is_pulled_or_as_much_as_there_may_be(local: Machine) -> None:
 def test_an_upload_that_is_killed_leaves_nothing_to_be_found(local: Machine, folder: Path) -> None:
     script = (
         "import os, sys\n"
-        "from samkv_integrations.cache.remote_objects import Objects\n"
+        "from samkv_integrations.cache.remote.objects import Objects\n"
         "def die(source, target):\n"
         "    os.kill(os.getpid(), 9)\n"
         "place = Objects(sys.argv[1], {})\n"

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from samkv_integrations.cache.quantise import rotate, unrotate
+from samkv_integrations.cache.formats.quantise import rotate, unrotate
 from samkv_integrations.model.model import Model
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model
 

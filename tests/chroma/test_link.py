@@ -15,7 +15,7 @@ from chromadb.errors import InternalError
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache.base import StoredChunk
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.chroma.client import chroma_errors, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, Retrieved

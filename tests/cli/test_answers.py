@@ -7,14 +7,15 @@ import io
 import pytest
 from rich.console import Console
 
-from samkv_integrations import figures
 from samkv_integrations.cli import answers, tables
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.evaluation.questions import Question, question_of
 from tests.support.models import tiny_model
 
 
-def _row(method: str, question: str, answer: str, *, right: bool, **changed: float) -> figures.Row:
+def _row(
+    method: str, question: str, answer: str, *, right: bool, **changed: float
+) -> formatting.Row:
     known = {"expected": ["x"], "right": right}
     base = {
         "kept_ratio": 0.5,

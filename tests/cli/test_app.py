@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations import figures
+from samkv_integrations import formatting
 from tests.cli.running import error_of, ran, run
 
 
 def test_version() -> None:
-    assert ran("--version") == f"samkv {figures.version()}\n"
+    assert ran("--version") == f"samkv {formatting.version()}\n"
 
 
 def test_the_package_is_the_command(
@@ -24,7 +24,7 @@ def test_the_package_is_the_command(
     monkeypatch.setattr("sys.argv", ["samkv", "--version"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("samkv_integrations", run_name="__main__")
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {figures.version()}\n")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {formatting.version()}\n")
 
 
 def test_the_help_waits_for_neither_torch_nor_transformers() -> None:

@@ -23,7 +23,7 @@ import pytest
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import connect_collection
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.bucket import Bucket
 from tests.support.chroma_server import HOST, chroma_server
 from tests.support.companies import companies

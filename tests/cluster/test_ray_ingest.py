@@ -12,9 +12,9 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.cluster import ingest as ingest_module
 from samkv_integrations.cluster.ingest import add_on_ray, cache_on_ray
-from samkv_integrations.cluster.pool import WorkerPool
+from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.errors import ClusterError, InvalidOption
-from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
+from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from tests.cli.running import rows_of, run
 from tests.support.documents import texts_of_many_lengths
 from tests.support.ray_workers import WatchedWorker, computed_by

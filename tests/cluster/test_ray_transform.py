@@ -9,7 +9,7 @@ import pytest
 from llama_index.core.schema import TextNode
 
 from llama_index.llms.samkv import SamKVCacheTransform
-from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
+from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from tests.support.documents import texts_of_many_lengths
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -13,11 +13,11 @@ import pytest
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cluster.ingest import PROBE, CacheWorker, cache_on_ray
-from samkv_integrations.cluster.pool import WorkerPool
+from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
 from samkv_integrations.errors import InvalidOption, StoreError
-from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
+from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from tests.support.documents import texts_of_many_lengths
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files

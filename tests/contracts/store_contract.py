@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.base import FingerprintStats, Store, StoredChunk
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
-from samkv_integrations.cache.file_format import FileLayout
+from samkv_integrations.cache.files.chunk_file import FileLayout
+from samkv_integrations.cache.store import FingerprintStats, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import random_chunk, tiny_fingerprint

@@ -16,7 +16,7 @@ from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.cache.attention_stats import MIN_CHUNKS
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, StoreError
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.models import tiny_model
 
 TEXT = "the mill of number one is at the mill, and it grinds"

@@ -248,7 +248,7 @@ def test_computing_what_is_missing_reads_no_whole_cache(
     def refuse(self: object) -> None:
         raise AssertionError("read as a whole")
 
-    monkeypatch.setattr("samkv_integrations.cache.file_format.ChunkFile.verify", refuse)
+    monkeypatch.setattr("samkv_integrations.cache.files.chunk_file.ChunkFile.verify", refuse)
     report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
     assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 

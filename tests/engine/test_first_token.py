@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.file_format import ChunkFile
+from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.base import StoredChunk
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.resolve import MAX_HELD, OnMiss
 from tests.support.handles import issued

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from samkv_integrations.cache.attention_stats import decode_means
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.quantise import rotate
+from samkv_integrations.cache.formats.quantise import rotate
 from samkv_integrations.engine import chunks as engine_module
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import (

@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import GROUP_TOKENS, Entries, EntryFormat, groups, unrotate
+from samkv_integrations.cache.formats.quantise import (
+    GROUP_TOKENS,
+    Entries,
+    EntryFormat,
+    groups,
+    unrotate,
+)
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
 from samkv_integrations.eviction import Quest

@@ -16,7 +16,7 @@ from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.engine.tuned import TUNED_FILE, TunedSetting, read_tuned, write_tuned
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.frameworks.engine_args import ModelSource, engine_of, own_choices
+from samkv_integrations.llm.engine_args import ModelSource, engine_of, own_choices
 from samkv_integrations.prompt import rag_prompt
 from tests.support.models import tiny_model
 

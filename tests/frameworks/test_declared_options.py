@@ -20,7 +20,7 @@ from samkv_integrations.cli.arguments import with_flags
 from samkv_integrations.engine import options
 from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.frameworks import fields
+from samkv_integrations.llm import fields
 from samkv_integrations.model.sampling import DECLARED, Sampling
 from samkv_integrations.option import Option, declared
 

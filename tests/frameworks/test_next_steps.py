@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, FunctionMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
 
-import samkv_integrations.frameworks.engine_args as engine_args
+import samkv_integrations.llm.engine_args as engine_args
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
 from llama_index.llms.samkv import SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore

@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.tool_calls import ToolForm, ToolUse, form_of
+from samkv_integrations.llm.tool_calls import ToolForm, ToolUse, form_of
 from samkv_integrations.model.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin

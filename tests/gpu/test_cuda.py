@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.quantise import STORE_BITS, Entries, EntryFormat, groups, kernel_of
+from samkv_integrations.cache.formats.quantise import (
+    STORE_BITS,
+    Entries,
+    EntryFormat,
+    groups,
+    kernel_of,
+)
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
 from samkv_integrations.methods import METHODS, Method

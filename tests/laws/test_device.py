@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.formats.quantise import STORE_BITS
 from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
-from samkv_integrations.cache.quantise import STORE_BITS
 from samkv_integrations.engine import loader
 from samkv_integrations.engine.blend import Blend, PassPlan
 from samkv_integrations.engine.decode import Decoder

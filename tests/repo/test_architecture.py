@@ -21,11 +21,11 @@ PACKAGE = "samkv_integrations"
 
 FLOORS = (
     {"errors", "option"},
-    {"cache", "documents", "embedding", "eviction", "figures", "model"},
+    {"cache", "documents", "embedding", "eviction", "formatting", "model"},
     {"prompt"},
     {"methods"},
     {"engine"},
-    {"chroma", "evaluation", "frameworks", "inspection", ""},
+    {"chroma", "evaluation", "llm", "inspection", ""},
     {"cluster", "connectors", "server", "tuning"},
     {"cli"},
 )

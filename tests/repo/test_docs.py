@@ -36,7 +36,7 @@ PUBLIC = (
 """Modules whose ``__all__`` is for users."""
 
 CONTRACTS = (
-    "samkv_integrations.cache.base",
+    "samkv_integrations.cache.store",
     "samkv_integrations.errors",
     "samkv_integrations.eviction.base",
     "samkv_integrations.methods.base",

@@ -19,7 +19,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import StoreError
 from samkv_integrations.methods import METHODS
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.server.tenancy import Tenant
 from tests.support.records import RECORDS, TEXTS, builtin
 from tests.support.served_town import BLUE, KEYS, RED, Town, events_of, fill

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.base import StoredChunk
 from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.file_format import ChunkFile, encode
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode
+from samkv_integrations.cache.store import StoredChunk
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = 'Müller "& co"'

@@ -12,7 +12,7 @@ from samkv_integrations.cache.chunk import (
     Fingerprint,
     normalise,
 )
-from samkv_integrations.cache.quantise import groups
+from samkv_integrations.cache.formats.quantise import groups
 from samkv_integrations.engine.engine import Engine
 
 

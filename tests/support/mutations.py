@@ -18,7 +18,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from samkv_integrations.cache.chunk import ChunkCache, chunk_key
-from samkv_integrations.cache.file_format import FileLayout
+from samkv_integrations.cache.files.chunk_file import FileLayout
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded
 from tests.support.chunks import random_chunk, tiny_fingerprint
 

@@ -12,7 +12,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cluster.ingest import CacheWorker
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
-from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.llm.engine_args import ModelSource
 
 PUTS = 2
 """Files that a worker which is killed has written of its batch by then."""

@@ -12,7 +12,7 @@ import pytest
 
 from reference_model.questions import LONG_IDLE, LONG_STYLES, STYLES, main
 from reference_model.world import World, is_held_out
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.records import builtin
 
 WORLD = World.load()

@@ -36,7 +36,7 @@ from reference_model.stages import (
 )
 from reference_model.world import Fact, World, capitalised, in_a_sentence, is_held_out
 from samkv_integrations.model.loading import builtin_path
-from samkv_integrations.prompt.text import rag_prompt
+from samkv_integrations.prompt.rag_template import rag_prompt
 
 WORLD = World.load()
 FORMS = PromptForms.load()

@@ -42,7 +42,7 @@ from samkv_integrations.errors import (
     UnknownOption,
 )
 from samkv_integrations.eviction import H2O
-from samkv_integrations.frameworks import engine_args
+from samkv_integrations.llm import engine_args
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.model.model import Model

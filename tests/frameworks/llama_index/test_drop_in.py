@@ -13,7 +13,7 @@ from llama_index.core import PromptTemplate
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnknownOption, UnsupportedModel
-from samkv_integrations.frameworks import engine_args
+from samkv_integrations.llm import engine_args
 from samkv_integrations.model.model import Model
 from tests.support.asked import listen
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt

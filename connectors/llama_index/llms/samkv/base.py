@@ -52,17 +52,17 @@ from samkv_integrations.engine.chunk_prefix import prefix_ids
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
-from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource, own_choices
-from samkv_integrations.frameworks.local_llm import (
+from samkv_integrations.llm.engine_args import MADE_BY, ModelSource, own_choices
+from samkv_integrations.llm.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     LocalLLM,
     checked_generate_kwargs,
 )
-from samkv_integrations.frameworks.tool_calls import takes_tools
+from samkv_integrations.llm.tool_calls import takes_tools
 from samkv_integrations.methods import METHODS
+from samkv_integrations.prompt.rag_template import check_text
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.prompt.text import check_text
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool

@@ -20,8 +20,8 @@ from llama_index.core.prompts import PromptTemplate
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.local_llm import usage_of
-from samkv_integrations.frameworks.tool_calls import (
+from samkv_integrations.llm.local_llm import usage_of
+from samkv_integrations.llm.tool_calls import (
     ShownText,
     ToolAnswer,
     ToolCall,

@@ -25,7 +25,7 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.figures import count
+from samkv_integrations.formatting import count
 
 
 class OfflineEmbedding(BaseEmbedding):

@@ -15,7 +15,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import SourceOptions
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.frameworks.engine_args import EngineRef, ModelSource, engine_of
+from samkv_integrations.llm.engine_args import EngineRef, ModelSource, engine_of
 
 
 class SamKVCacheTransform(TransformComponent):

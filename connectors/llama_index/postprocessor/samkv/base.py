@@ -25,7 +25,7 @@ from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import off_loop
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
 
 Mode = Literal["text", "handle"]

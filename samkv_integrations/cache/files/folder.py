@@ -16,8 +16,7 @@ from glob import iglob
 from pathlib import Path
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
-from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile
-from samkv_integrations.cache.files import (
+from samkv_integrations.cache.files.atomic import (
     LEFT_S,
     TEMPORARY,
     cannot,
@@ -27,7 +26,8 @@ from samkv_integrations.cache.files import (
     write_file,
     write_new,
 )
-from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
+from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile
+from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
 SECRET_VARIABLE = "SAMKV_STORE_SECRET"

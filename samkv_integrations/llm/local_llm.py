@@ -14,14 +14,14 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions, OwnAnswerOptions, check_options
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.engine_args import (
+from samkv_integrations.llm.engine_args import (
     EngineRef,
     ModelSource,
     engine_of,
     facts_of,
     own_choices,
 )
-from samkv_integrations.frameworks.fields import (
+from samkv_integrations.llm.fields import (
     OWN_ANSWER_OPTIONS,
     OWN_ENGINE_OPTIONS,
     AnswerFields,
@@ -29,7 +29,7 @@ from samkv_integrations.frameworks.fields import (
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.frameworks.tool_calls import ToolUse
+from samkv_integrations.llm.tool_calls import ToolUse
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
 from samkv_integrations.model.sampling import OPTIONS, Sampling, check_option
 from samkv_integrations.prompt.reader import Prompt

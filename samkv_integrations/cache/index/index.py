@@ -21,8 +21,8 @@ import numpy as np
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
-from samkv_integrations.cache.database import BRIEF_S, BUSY_S, Database
-from samkv_integrations.cache.file_format import ChunkFile, FileLayout, text_bytes
+from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
+from samkv_integrations.cache.index.database import BRIEF_S, BUSY_S, Database
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError

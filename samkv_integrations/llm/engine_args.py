@@ -12,7 +12,7 @@ from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS, Eviction
-from samkv_integrations.frameworks.fields import OWN_ENGINE_OPTIONS, Arguments, EngineFields
+from samkv_integrations.llm.fields import OWN_ENGINE_OPTIONS, Arguments, EngineFields
 from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model

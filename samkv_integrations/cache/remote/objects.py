@@ -14,8 +14,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.cache.file_format import NotAFile, open_regular
-from samkv_integrations.cache.files import MAX_SMALL_BYTES, write_file
+from samkv_integrations.cache.files.atomic import MAX_SMALL_BYTES, write_file
+from samkv_integrations.cache.files.chunk_file import NotAFile, open_regular
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
 
 AT_ONCE = 16

@@ -414,16 +414,16 @@ _Kernel = Callable[
 
 @lru_cache(maxsize=16)
 def kernel_of(form: EntryFormat) -> _Kernel | None:
-    """`kernels.keys_and_values` if it runs here; None if not, which is only slower."""
+    """`triton_kernels.keys_and_values` if it runs here; None if not, which is only slower."""
     half = form.head_dim // 2
     if form.bits != 4 or form._mixed_channels != half or half < 16 or not torch.cuda.is_available():
         return None
     try:
-        from samkv_integrations.cache import kernels
+        from samkv_integrations.cache.formats import triton_kernels
 
         device = torch.device("cuda")
         turns = torch.ones(1, half, dtype=torch.float32, device=device)
-        kernels.keys_and_values(
+        triton_kernels.keys_and_values(
             torch.zeros(1, form.n_bytes, dtype=torch.uint8, device=device), groups(1, device), None,
             torch.zeros(form.range_shape(1), dtype=torch.float16, device=device), turns, turns,
             _hadamard(half, device), form.dtype,
@@ -431,4 +431,4 @@ def kernel_of(form: EntryFormat) -> _Kernel | None:
     except Exception as error:  # from Triton, which needs a C compiler
         _log.warning("chunk caches are decoded step by step, which is slower: %s", error)
         return None
-    return kernels.keys_and_values
+    return triton_kernels.keys_and_values

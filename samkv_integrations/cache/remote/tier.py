@@ -23,13 +23,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samkv_integrations.cache.base import Outage
 from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.chunk_folder import ChunkFolder, check_of
-from samkv_integrations.cache.file_format import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.files import folder_named
-from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
-from samkv_integrations.cache.remote_objects import ObjectInfo, Objects
+from samkv_integrations.cache.files.atomic import folder_named
+from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
+from samkv_integrations.cache.files.folder import ChunkFolder, check_of
+from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Place
+from samkv_integrations.cache.remote.objects import ObjectInfo, Objects
+from samkv_integrations.cache.store import Outage
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 ASKED_S = 10.0

@@ -23,7 +23,7 @@ from samkv_integrations.cache.chunk import (
     chunk_key,
     normalise,
 )
-from samkv_integrations.cache.index import EVICTED, Index, IndexedChunks
+from samkv_integrations.cache.index.index import EVICTED, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import FingerprintMismatch, SamkvError, StoreError
 
