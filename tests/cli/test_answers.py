@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from samkv_integrations import formatting
 from samkv_integrations.cli import answers, tables
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.evaluation.questions import Question, question_of
