@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks.load import Client, Endpoint, Prompt, Record, Send, arrivals, closed_loop, open_loop
-from samkv_integrations.errors import InvalidOption
-from tests.support.chroma_server import free_port
 from tests.support.openai_endpoint import Reply, openai_endpoint
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
@@ -44,23 +42,6 @@ async def test_an_answer_is_timed_and_its_tokens_are_those_of_the_server() -> No
     }  # fmt: skip
 
 
-async def test_messages_go_to_the_chat_and_no_method_where_none_is_known() -> None:
-    messages = [{"role": "user", "content": "Say."}]
-    with openai_endpoint() as server:
-        record = await asked(server.url, messages, model="mine", max_tokens=2)
-    (body,) = server.bodies("chat/completions")
-    assert (body["messages"], body["model"], body["max_tokens"]) == (messages, "mine", 2)
-    assert "samkv" not in body and "prompt" not in body
-    assert record.completion_tokens == 3  # texts, where the server counts nothing
-    assert (record.prompt_tokens, record.report) == (None, None)
-
-
-async def test_an_answer_without_text_has_no_first_token() -> None:
-    with openai_endpoint(lambda body: Reply(texts=())) as server:
-        record = await asked(server.url)
-    assert (record.error, record.ttft_s, record.token_s) == (None, None, None)
-
-
 @pytest.mark.parametrize(
     ("reply", "kind", "message", "n_texts"),
     [
@@ -81,12 +62,6 @@ async def test_what_goes_wrong_is_named(
     assert record.error == kind
     assert record.message.startswith(message)
     assert record.completion_tokens == n_texts
-
-
-async def test_no_server_is_a_kind_of_error_while_a_load_is_sent() -> None:
-    async with Client(Endpoint(url=f"http://127.0.0.1:{free_port()}/v1", model="m")) as client:
-        record = await client.ask("Say.", label="m", index=0)
-    assert record.error == "connection"
 
 
 async def test_an_answer_that_trickles_past_the_time_is_a_timeout() -> None:
@@ -112,34 +87,6 @@ async def test_an_answer_that_trickles_past_the_time_is_a_timeout() -> None:
 
 
 # -- what comes before --------------------------------------------------------------------------
-
-
-async def test_chunks_are_cached_a_few_a_request_and_a_key_is_sent() -> None:
-    texts = [f"text {n}" for n in range(19)]
-    with openai_endpoint() as server:
-        async with Client(Endpoint(url=server.url, api_key="secret")) as client:
-            assert await client.has_chunks()
-            await client.cache_chunks(texts)
-    bodies = server.bodies("samkv/chunks")
-    assert [text for body in bodies for text in body["texts"]] == texts
-    assert len(bodies) == 3
-    assert server.keys == ["Bearer secret"]
-
-
-async def test_another_server_has_no_chunks() -> None:
-    with openai_endpoint(knows_chunks=False) as server:
-        async with Client(Endpoint(url=server.url)) as client:
-            assert not await client.has_chunks()
-            with pytest.raises(
-                InvalidOption, match=r"POST .*/v1/samkv/chunks failed \(404: no 404"
-            ):
-                await client.cache_chunks(["text"])
-
-
-async def test_a_server_that_is_not_there_is_said_before_a_load_is_sent() -> None:
-    async with Client(Endpoint(url=f"http://127.0.0.1:{free_port()}/v1")) as client:
-        with pytest.raises(InvalidOption, match="start one with 'samkv serve'"):
-            await client.pick_model()
 
 
 # -- many requests ------------------------------------------------------------------------------

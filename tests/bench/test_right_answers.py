@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.question_sets import PACKAGES, questions_of
-from benchmarks.right_answers import Candidate
 from benchmarks.right_table import FULL, rows_of, summarise
 from samkv_integrations.errors import InvalidOption
 from tests.bench.running import error_of, ran
@@ -104,12 +103,6 @@ def test_questions_that_cannot_be_judged(
 )
 def test_bad_options(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     assert said in error_of("right_answers", *asked(tmp_path, *options))
-
-
-def test_a_label_says_what_is_changed() -> None:
-    candidate = Candidate.of("exact epic first=4")
-    assert candidate.is_exact and candidate.method.name == "epic"
-    assert vars(candidate.method.recompute)["first"] == 4
 
 
 def test_questions_about_packages_name_what_the_descriptions_say() -> None:

@@ -15,7 +15,7 @@ from chromadb.config import Settings
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.chroma.client import Database, connect_collection, open_collection
+from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
@@ -153,14 +153,6 @@ class TestBuildAndLink:
         assert counts(link.sync()) == (6, 6, 6, 0, 0, 0)
         assert max(asked) == size
         assert len(cached(link)) == 6 and None not in linked(link).values()
-
-    def test_progress_bar(self, link: ChromaLink, capsys: pytest.CaptureFixture[str]) -> None:
-        add_raw(link, {"a": TEXTS[0]})
-        for progress in (True, False):
-            link.sync(progress=progress)
-            captured = capsys.readouterr()
-            assert ("syncing town" in captured.err) == progress
-            assert not captured.out
 
 
 class TestBudget:
@@ -328,15 +320,6 @@ class TestRelease:
         assert link.clear() == 0
         assert not cached(link) and link.collection.count() == 0
 
-    def test_more_records_than_one_page(
-        self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(client_of(link.collection), "get_max_batch_size", lambda: 2)
-        add(link, dict(zip(IDS, TEXTS, strict=True)))
-        assert link.delete(IDS[:3]) == 3
-        assert link.clear() == 3
-        assert not cached(link)
-
     def test_replacing_a_record_releases_its_old_text(self, link: ChromaLink) -> None:
         add(link, {"a": TEXTS[0], "b": TEXTS[1], "c": TEXTS[1]})
         add(link, {"a": TEXTS[2], "b": TEXTS[3]})
@@ -362,10 +345,6 @@ class TestRelease:
         link.add(["a"], ["an image"], [VECTOR], without_cache={"a"})
         assert link.collection.get()["metadatas"] == [None]
         assert not cached(link)
-
-    def test_records_without_a_cache_are_counted_apart(self, link: ChromaLink) -> None:
-        result = link.add(IDS[:3], [TEXTS[0], "", TEXTS[0]], [VECTOR] * 3, without_cache={"b"})
-        assert (result.n_records, result.n_cached, result.n_hit) == (3, 1, 1)
 
     def test_a_broken_cache_counts_as_computed(self, link: ChromaLink) -> None:
         add(link, {"a": TEXTS[0], "b": TEXTS[1]})
@@ -576,14 +555,6 @@ def served_once(chroma_port: int, tmp_path: Path) -> tuple[ChromaLink, Any]:
         client_of(collection)._api_url = f"http://{HOST}:{free_port()}/api/v2"  # type: ignore[attr-defined]
 
     return link, stop
-
-
-def test_names_of_collections(tmp_path: Path) -> None:
-    for name in ("town", "country"):
-        open_collection(tmp_path, name, create=True)
-    assert Database(tmp_path).names() == ["country", "town"]
-    with pytest.raises(InvalidOption, match="no Chroma database"):
-        Database(tmp_path / "nowhere").names()
 
 
 def _not_called(*arguments: object, **named: object) -> None:

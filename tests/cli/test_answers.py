@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from samkv_integrations import formatting
-from samkv_integrations.cli import answers, tables
+from samkv_integrations.cli import answers
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.evaluation.questions import Question, question_of
 from tests.support.models import tiny_model
@@ -66,14 +63,3 @@ def test_an_answer_is_right_if_a_gold_answer_stands_in_it() -> None:
         row = answers.answer_row(asked, text, [], report)
         assert (row["right"], row["exact_match"]) == (right, 0.0)
     assert "right" not in answers.answer_row(question_of("How many?"), "5120", [], report)
-
-
-def test_the_summary_fits_into_a_terminal() -> None:
-    shown = {"ttft_s": 0.555, "bytes_read": 777_777, "kept_ratio": 1.0, "recompute_ratio": 1.0}
-    names = ("recompute", "reuse", "samkv-overwrite")
-    rows = [_row(name, str(n), "x", right=True, **shown) for name in names for n in range(100)]
-    out = Console(file=io.StringIO(), width=80)
-    out.print(tables.summary_table(rows))
-    shown = out.file.getvalue()  # type: ignore[attr-defined]
-    assert len(shown.splitlines()) == 2 + len(names), shown
-    assert "samkv-overwrite 100 of 100" in shown and "777.8 kB" in shown

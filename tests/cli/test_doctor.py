@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine import doctor
@@ -16,7 +15,6 @@ from samkv_integrations.engine.doctor import Check
 from samkv_integrations.evaluation import checkup
 from samkv_integrations.model.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
-from tests.support.models import SHAPE
 
 
 @pytest.fixture(autouse=True)
@@ -66,17 +64,6 @@ def test_the_doctor_asks_the_questions_that_it_is_given(working_folder: Path, ti
     wrong = ("doctor", "--model", "nowhere/at/all", "--questions")
     assert "asked.jsonl, line 1: no documents" in error_of(*wrong, "asked.jsonl")
     assert "missing.jsonl does not exist" in error_of(*wrong, "missing.jsonl")
-
-
-def test_a_model_of_another_family_is_refused(working_folder: Path) -> None:
-    GPT2Config().save_pretrained(working_folder / "gpt2")
-    assert "'gpt2' is not supported; supported: cohere" in error_of("doctor", "--model", "gpt2")
-
-
-def test_a_model_with_changing_frequencies_is_refused(working_folder: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    LlamaConfig(rope_parameters=rope, **SHAPE).save_pretrained(working_folder / "model")
-    assert "'dynamic'" in error_of("doctor", "--model", "./model")
 
 
 def test_a_model_that_is_not_there(working_folder: Path) -> None:

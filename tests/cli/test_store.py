@@ -242,19 +242,6 @@ class TestBudget:
 
 
 class TestMoving:
-    def test_another_folder_takes_over_what_was_cached(
-        self, filled: ChunkStore, town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SAMKV_STORE_SECRET", filled.secret.hex())
-        place = ("--remote", Path("usb").absolute().as_uri())
-        assert rows_of("store", "push", *place)[0]["n_chunks"] == 6
-        there = ("--dir", "there")
-        (took,) = rows_of("store", "pull", *place, *there)
-        assert (took["n_chunks"], took["n_left"]) == (6, 0)
-        (row,) = rows_of("ingest", str(town), "--model", tiny, *there)
-        assert (row["n_cached"], row["n_hit"], row["bytes_on_disk"]) == (0, 6, 0)
-        assert rows_of("store", "pull", *place, *there)[0]["n_chunks"] == 0
-
     def test_of_a_collection(self, filled: ChunkStore, tiny: str, working_folder: Path) -> None:
         (working_folder / "note.txt").write_text("A note that is long enough to be found.")
         ran("ingest", "note.txt", "--model", tiny, "--collection", "notes")

@@ -17,7 +17,7 @@ from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import ServerSource
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenant
-from tests.cli.running import error_of, run
+from tests.cli.running import error_of
 from tests.support.asgi import Client
 
 KEY = "sk-of-the-red-team"
@@ -83,25 +83,6 @@ def test_a_folder_that_is_not_on_the_machine_of_a_replica(tmp_path: Path, tiny: 
     with pytest.raises(InvalidOption, match="does not exist here"):
         source_in(tmp_path / "elsewhere", tiny).replica()
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_what_ray_is_told_of_as_many_replicas_as_ever() -> None:
-    options = Replicas(n_replicas=3, n_cpus=2, n_gpus=0.5, grace_s=7).deployment_options()
-    assert options["num_replicas"] == 3 and "autoscaling_config" not in options
-    assert options["max_ongoing_requests"] == options["max_queued_requests"] == 72
-    assert options["graceful_shutdown_timeout_s"] == 7
-    assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
-    assert "request_router_config" not in options
-
-
-def test_what_ray_is_told_of_replicas_that_scale() -> None:
-    replicas = Replicas(n_replicas=2, least=1, most=5, n_at_once=4, n_waiting=0)
-    assert replicas.pool.n_workers == 5
-    options = replicas.deployment_options()
-    assert "num_replicas" not in options and options["max_ongoing_requests"] == 4
-    assert options["autoscaling_config"] == {
-        "min_replicas": 1, "initial_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 4,
-    }  # fmt: skip
 
 
 def test_ray_takes_what_it_is_told() -> None:
@@ -172,9 +153,3 @@ def test_a_route_that_there_is_not() -> None:
 )
 def test_what_the_command_refuses(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in error_of("serve", "--dir", str(tmp_path), *arguments)
-
-
-def test_numbers_that_are_none() -> None:
-    for option in ("--replicas", "--replica-cpus", "--max-replicas"):
-        result = run("serve", "--ray", option, "0")
-        assert result.exit_code == 2 and option in result.stderr

@@ -28,25 +28,6 @@ def engine() -> Engine:
 
 
 class TestTimeout:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_langchain(self, engine: Engine, kind: type) -> None:
-        plain = kind(engine=engine, max_tokens=50)
-        for llm, given in (
-            (kind(engine=engine, max_tokens=50, timeout=SOON), {}),
-            (plain, {"timeout": SOON}),
-            (plain.bind(timeout=SOON), {}),
-        ):
-            with pytest.raises(TimedOut, match=LATE):
-                llm.invoke("Hello", **given)
-        assert plain.invoke("Hello", timeout=600)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_from_model_id(self, kind: type) -> None:
-        llm = kind.from_model_id("builtin", pipeline_kwargs={"timeout": SOON, "max_tokens": 50})
-        assert llm.timeout == SOON
-        with pytest.raises(TimedOut, match=LATE):
-            llm.invoke("Hello")
-
     def test_llama_index(self, engine: Engine) -> None:
         plain = SamKVLLM(engine=engine, max_new_tokens=50)
         for llm, given in (
@@ -61,10 +42,6 @@ class TestTimeout:
         assert plain.complete("Hello", timeout=600).text
         patient = SamKVLLM(engine=engine, max_new_tokens=5, timeout=SOON)
         assert patient.complete("Hello", timeout=600).text  # that of the call wins
-
-    def test_of_the_engine(self, engine: Engine) -> None:
-        with pytest.raises(TimedOut, match=LATE):
-            engine.generate("Hello", max_new_tokens=50, timeout=SOON)
 
     @pytest.mark.parametrize("timeout", [0, -1, "soon", True, 1e30, float("nan")])
     def test_that_nobody_could_wait(self, engine: Engine, timeout: Any) -> None:

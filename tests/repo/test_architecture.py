@@ -186,23 +186,6 @@ def test_no_method_is_asked_what_it_is() -> None:
         assert not asked_what_they_are(tree(module), parts), module
 
 
-def test_asking_a_method_what_it_is_would_be_seen() -> None:
-    parts = set().union(*map(classes_of, METHOD_MODULES))
-    assert {"SelectAll", "ApeAttention", "Method", "RecomputeAll"} <= parts
-    source = """
-isinstance(query.method.select, tuple)
-isinstance(found, parts.SelectAll)
-isinstance(found, (int, RecomputeAll))
-type(method.recompute) is str
-method.name == "ape"
-query.method.name in ("a3", "epic")
-isinstance(keep, Tensor)
-method.positions == "local"
-method.name == other.name
-"""
-    assert asked_what_they_are(ast.parse(source), parts) == [2, 3, 4, 5, 6, 7]
-
-
 def test_nothing_stands_above_the_connectors() -> None:
     """``llama_index`` belongs to nobody: one ``__init__.py`` there hides everyone else's part."""
     outside = [m for m in SOURCES if room(m) == "connectors" and not m.startswith(CONNECTORS)]

@@ -61,16 +61,6 @@ def test_each_question_names_a_document_that_states_the_answer(folder: Path) -> 
         assert row["answers"][0] in text.partition("\n")[2]
 
 
-def test_all_documents_of_a_kind_compete() -> None:
-    world = World.load()
-    _, questions = script.make_records(world, random.Random(script.SEED), list(world.facts), 10)
-    stated: dict[tuple[str, str], list[str]] = {}
-    for q in questions:
-        stated.setdefault((q.kind, q.id.rsplit("-", 1)[1]), []).append(q.answer)
-    assert len(stated) == 16
-    assert all(len(answers) == len(set(answers)) == 10 for answers in stated.values())
-
-
 def test_every_name_was_kept_out_of_training() -> None:
     world = World.load()
     new = {

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests", "examples/reference_model/tests")
 PACKAGES = ("samkv_integrations", "connectors", "benchmarks")
@@ -165,48 +163,4 @@ def test_private_names_of_ours_are_left_alone() -> None:
 # --- marks -------------------------------------------------------------------------------------
 
 
-def test_what_needs_an_accelerator_is_marked() -> None:
-    paths = [path for path in sources() if path.startswith("tests/gpu/test_")]
-    assert paths
-    for path in paths:
-        marks = [
-            ast.unparse(node.value)
-            for node in sources()[path].body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        ]
-        assert len(marks) == 1 and "pytest.mark.gpu" in marks[0] and "skipif" in marks[0], path
-
-
 # --- the rules themselves ----------------------------------------------------------------------
-
-BROKEN = [
-    (imported_test_modules, "from tests.laws.test_limit_laws import CHUNKS"),
-    (imported_test_modules, "import tests.test_old"),
-    (imported_test_modules, r'SCRIPT = "import sys\nfrom tests.test_old import x"'),
-    (nothing_asserted, "def test_x():\n    run()"),
-    (nothing_asserted, "class T:\n    async def test_x(self):\n        await run()"),
-    (nothing_asserted, "def go():\n    return 1\ndef test_x():\n    go()"),
-    (reached_for, "engine._beginnings"),
-    (reached_for, "from samkv_integrations.engine.first_token import _compute"),
-    (reached_for, "monkeypatch.setattr('samkv_integrations.engine.first_token._compute', f)"),
-    (reached_for, "mock.patch.object(engine, '_lock')"),
-]
-
-KEPT = [
-    (imported_test_modules, "from tests.support.laws import CHUNKS"),
-    (nothing_asserted, "def go():\n    assert 1\ndef test_x():\n    go()"),
-    (nothing_asserted, "def test_x():\n    with pytest.raises(ValueError):\n        go()"),
-    (nothing_asserted, "def test_x():\n    torch.testing.assert_close(a, b)"),
-    (reached_for, "self._lock"),
-    (reached_for, "Settings._nobody_has_this_name"),
-]
-
-
-@pytest.mark.parametrize(("rule", "source"), BROKEN)
-def test_a_broken_rule_is_noticed(rule: Callable[[ast.Module], Iterator[str]], source: str) -> None:
-    assert len(list(rule(ast.parse(source)))) == 1
-
-
-@pytest.mark.parametrize(("rule", "source"), KEPT)
-def test_a_kept_rule_is_not(rule: Callable[[ast.Module], Iterator[str]], source: str) -> None:
-    assert not list(rule(ast.parse(source)))

@@ -15,7 +15,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.errors import InvalidChunk, StoreError
 from samkv_integrations.server import chunks as routes
-from tests.support.records import RECORDS, TEXTS
+from tests.support.records import TEXTS
 from tests.support.served_town import BLUE, KEYS, RED, Town
 
 PATH = "/v1/samkv/chunks"
@@ -39,15 +39,6 @@ async def test_texts_are_cached_once(town: Town) -> None:
     assert {one["key"]: one["bytes"] for one in first} == files
     again = (await town.json("POST", PATH, body))["data"]
     assert again == [{**one, "was_cached": True} for one in first]
-
-
-async def test_a_prompt_is_answered_from_them(town: Town) -> None:
-    await town.json("POST", PATH, {"texts": TEXTS[:3]})
-    prompt = "Documents:\n\n" + "\n\n".join(TEXTS[:3]) + f"\n\nQuestion: {RECORDS[0].question}"
-    body = {"model": "town-model", "prompt": prompt + "\nAnswer:", "samkv": {"method": "reuse"}}
-    answer = await town.json("POST", "/v1/completions", body)
-    assert answer["samkv"]["reused"] == 3
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
 
 
 async def test_what_is_deleted_is_gone(town: Town) -> None:

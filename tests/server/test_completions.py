@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.scheduler import Limits
 from tests.server.conftest import App
 from tests.support.served import PROMPT, TEXTS
 from tests.support.steps import Steps
@@ -140,46 +139,13 @@ async def test_a_prompt_that_leaves_little_room_is_answered_shortly(app: App) ->
     assert reply.body["usage"]["completion_tokens"] <= n_room
 
 
-async def test_a_schema(app: App) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
-    more = {"response_format": form, "temperature": 1.0, "seed": 2, "max_tokens": 40}
-    path = "/v1/chat/completions"
-    (choice,) = (await app.client.posted(path, body_of(path, **more))).body["choices"]
-    assert choice["finish_reason"] == "length" or int(text_of(choice)) is not None
-    assert set(text_of(choice)) <= set("-0123456789 \n")
-
-
 # -- failures -----------------------------------------------------------------------------------
-
-
-async def test_another_model(app: App, path: str) -> None:
-    reply = await app.client.posted(path, body_of(path, model="gpt-4"))
-    assert reply.status == 404
-    assert (reply.error["code"], reply.error["param"]) == ("model_not_found", "model")
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_prompt_that_is_too_long(app: App, path: str, is_streamed: bool) -> None:
-    reply = await app.client.posted(path, body_of(path, max_tokens=100_000, stream=is_streamed))
-    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_option_out_of_range(app: App, path: str, is_streamed: bool) -> None:
     reply = await app.client.posted(path, body_of(path, temperature=-1, stream=is_streamed))
     assert (reply.status, reply.error["param"]) == (400, "temperature")
-
-
-async def test_too_many_wait(make_app: Callable[..., App], steps: Steps, path: str) -> None:
-    app = make_app(limits=Limits(max_batch=1, max_waiting=0))
-    steps.hold()
-    running = app.client.post(path, body_of(path, stream=True))
-    await running.wait_for(2)
-    reply = await app.client.posted(path, body_of(path))
-    assert (reply.status, reply.error["type"]) == (429, "rate_limit_error")
-    assert reply.headers["retry-after"] == "1"
-    steps.release()
-    assert len((await running.end()).events) > 2
 
 
 async def test_an_answer_that_takes_too_long(make_app: Callable[..., App], path: str) -> None:
@@ -220,24 +186,3 @@ async def test_a_failure_in_the_midst_of_a_stream_is_its_last_event(
 
 
 # -- models and routes --------------------------------------------------------------------------
-
-
-async def test_models(app: App) -> None:
-    listed = (await app.client.got("/v1/models")).body
-    assert [model["id"] for model in listed["data"]] == ["tiny"]
-    assert (await app.client.got("/v1/models/tiny")).body == listed["data"][0]
-    reply = await app.client.got("/v1/models/other/model")
-    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
-
-
-async def test_no_such_route(app: App) -> None:
-    for reply in (await app.client.got("/v1/embeddings"), await app.client.got("/v1/completions")):
-        assert reply.status in (404, 405)
-        assert "openapi.json" in reply.error["message"]
-
-
-async def test_the_description_names_the_routes(app: App) -> None:
-    described = (await app.client.got("/openapi.json")).body
-    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"} <= (
-        described["paths"].keys()
-    )

@@ -168,12 +168,6 @@ class Library:
         """The index that pipelines use who need no other."""
         return self.once("records", lambda: self.index("records", self.parsed()))
 
-    def stored(self) -> str:
-        """Everything that LlamaIndex has stored, as text."""
-        rows = [repr(collection.get()) for collection in self.collections.values()]
-        files = [path for path in self.folder.glob("persisted*/**/*") if path.is_file()]
-        return "\n".join([*rows, *(path.read_text("utf-8") for path in files)])
-
 
 # -- how it is asked -------------------------------------------------------------------------
 
@@ -626,7 +620,6 @@ def _upserted(setting: Setting) -> Ask:
         )
         pipeline.run(documents=[*before[1:], gone])
         pipeline.run(documents=now)
-        pipeline.persist(str(library.folder / "persisted-pipeline"))
         return VectorStoreIndex.from_vector_store(store, embed_model=OfflineEmbedding())
 
     engine = library.once("upserted", make).as_query_engine(

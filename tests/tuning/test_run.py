@@ -175,10 +175,6 @@ def test_it_keeps_to_its_minutes(minutes: float, right: tuple[str, ...]) -> None
         assert found.chosen is None and "time was over" in found.why
 
 
-def test_the_same_answers_lead_to_the_same_end() -> None:
-    assert run(Fake(only(DEAR))) == run(Fake(only(DEAR)))
-
-
 def test_a_check_asks_all_questions_that_there_is_time_for() -> None:
     fake = Fake(only())
     (one,) = Run(TuneConfig(minutes=60), fake.compare, lambda: fake.now).standings(

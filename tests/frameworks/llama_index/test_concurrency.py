@@ -17,7 +17,7 @@ from samkv_integrations.engine.scheduler import AHEAD
 from samkv_integrations.errors import HandleError, PromptTooLong
 from tests.support.handles import issued
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, cached_prompt
-from tests.support.records import RECORDS, Record
+from tests.support.records import RECORDS
 from tests.support.steps import Steps
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
@@ -51,27 +51,6 @@ def answers_in_another_thread(corpus: Corpus, llm: SamKVLLM) -> None:
 
 
 class TestManyAtOnce:
-    def test_two_threads(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        orders = [RECORDS, RECORDS[::-1]]
-        found: list[list[str]] = [[], []]
-
-        def ask(place: int) -> None:
-            for record in orders[place]:
-                found[place].append(llm.complete(cached_prompt(corpus, record=record)).text)
-                pieces = list(llm.stream_chat(user(cached_prompt(corpus, record=record))))
-                found[place].append(pieces[-1].message.content)
-
-        threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        expected = [
-            [f" {record.workers}" for record in order for _ in range(2)] for order in orders
-        ]
-        assert found == expected
-
     def test_twenty_tasks(self, corpus: Corpus) -> None:
         llm = corpus.llm()
 
@@ -109,17 +88,6 @@ class TestManyAtOnce:
             for place, piece in enumerate(pieces):
                 texts[place] += piece.delta if piece is not None else ""
         assert texts == [f" {record.workers}" for record in RECORDS]
-
-    def test_query_engines(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-
-        async def ask(record: Record) -> str:
-            return str(await corpus.query_engine(llm).aquery(record.question)).strip()
-
-        async def ask_all() -> list[str]:
-            return await asyncio.gather(*map(ask, RECORDS))
-
-        assert asyncio.run(ask_all()) == [record.workers for record in RECORDS]
 
 
 class TestCallersThatGoAway:

@@ -7,19 +7,17 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
+from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import (
     ImageNode,
-    MetadataMode,
     NodeRelationship,
     RelatedNodeInfo,
     TextNode,
@@ -39,9 +37,8 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
+from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.chroma_link import client_of
 from tests.support.chroma_server import HOST
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -142,24 +139,6 @@ class TestAdd:
         assert rows["a"]["page"] == 3 and rows["a"]["document_id"] == "doc"
         assert rows["b"]["file"] == ""  # as upstream writes None
 
-    def test_the_key_reaches_neither_prompts_nor_embeddings(
-        self, store: SamKVChromaVectorStore, engine: Engine
-    ) -> None:
-        bare, handled = node("a", TEXTS[0], page=3), node("b", TEXTS[1], page=3)
-        SamKVCacheTransform(engine=engine)([handled])
-        store.add([bare, handled])
-        ChromaLink(store.client, engine).add(["c"], TEXTS[2:3], [VECTOR])
-        found = store.query(VectorStoreQuery(query_embedding=VECTOR, similarity_top_k=9)).nodes
-        assert found is not None
-        for nodes in (found, store.get_nodes(["a", "b", "c"])):
-            by_id = {n.node_id: n for n in nodes}
-            for n in (bare, handled):
-                for mode in (MetadataMode.LLM, MetadataMode.EMBED, MetadataMode.NONE):
-                    assert by_id[n.node_id].get_content(mode) == n.get_content(mode)
-            foreign = next(n for n in nodes if n.get_content() == TEXTS[2])
-            for mode in (MetadataMode.LLM, MetadataMode.EMBED):
-                assert foreign.get_content(mode) == TEXTS[2]
-
     def test_nodes_of_the_transform_are_looked_up_and_not_read(
         self, store: SamKVChromaVectorStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -196,23 +175,6 @@ class TestAdd:
         (back,) = store.get_nodes(["i"])
         assert isinstance(back, ImageNode) and back.image_url == "http://x/y"
 
-    def test_no_more_at_once_than_chroma_takes(
-        self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(client_of(store.client), "get_max_batch_size", lambda: 4)
-        sizes, upsert = [], store.client.upsert
-
-        def counted(*, ids: list[str], **rest: Any) -> None:
-            sizes.append(len(ids))
-            upsert(ids=ids, **rest)
-
-        monkeypatch.setattr(store.client, "upsert", counted)
-        store.add([node(str(n), text) for n, text in enumerate(TEXTS)])
-        assert sizes == [4, 2]
-        in_step(store, *TEXTS)
-        store.clear()
-        in_step(store)
-
     def test_mistakes_are_said_before_anything_is_computed(
         self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -231,18 +193,6 @@ class TestAdd:
                 store.add([good, bad])
         in_step(store, TEXTS[5])
         assert store.add([]) == []
-
-    def test_the_transform_refuses_the_same_nodes(self, engine: Engine) -> None:
-        with pytest.raises(InvalidChunk, match="split it"):
-            SamKVCacheTransform(engine=engine)([node("l", "words " * 5000)])
-
-    def test_a_folder_of_caches_that_was_removed(
-        self, store: SamKVChromaVectorStore, tmp_path: Path
-    ) -> None:
-        (tmp_path / "kv").rename(tmp_path / "away")
-        with pytest.raises(StoreError, match=r"kv.*next step"):
-            store.add([node("a", TEXTS[0])])
-        assert not records(store)
 
 
 class TestDelete:
@@ -478,24 +428,3 @@ def _equal(key: str, value: str | int) -> MetadataFilter:
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
-
-
-def test_progress_is_shown_chunk_by_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = partial(samkv_integrations.chroma.link.tqdm, mininterval=0)
-    monkeypatch.setattr(samkv_integrations.chroma.link, "tqdm", bar)
-    engine = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
-    nodes = [TextNode(text=text) for text in TEXTS[:3]]
-    for show in (True, False):
-        store = SamKVChromaVectorStore.from_params(
-            f"shown-{show}", persist_dir=str(tmp_path / "chroma"), engine=engine, show_progress=show
-        )
-        context = StorageContext.from_defaults(vector_store=store)
-        VectorStoreIndex(nodes, storage_context=context, embed_model=Letters())
-        shown = capsys.readouterr().err
-        assert all((f" {n}/3 " in shown) is show for n in (1, 2, 3)), shown
-        pipeline = IngestionPipeline(transformations=[Letters()], vector_store=store)
-        pipeline.run(nodes=[TextNode(text=TEXTS[3])])
-        assert (" 1/1 " in capsys.readouterr().err) is show
-        assert store.to_dict()["show_progress"] is show
