@@ -69,16 +69,11 @@ def test_records_become_questions(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"answers": []}, "answers is \\[\\]; it must be a list of one text or more"),
-        ({"answers": "Ada"}, "answers is 'Ada'"),
         ({"question": " "}, "question is ' '; it must be a text"),
-        ({"question": 3}, "question is 3"),
         ({"contexts": []}, "contexts must be a list of one document or more"),
         ({"contexts": [{"title": "x"}]}, "the field 'text' is missing"),
-        ({"contexts": ["x"]}, "each of contexts must have a title and a text"),
-        ({"contexts": [{"title": "x", "text": ""}]}, "text is ''"),
         ({"id": None}, "id is None"),
         ({"supporting": [2]}, "supporting is \\[2\\]; it must be a list of places in contexts"),
-        ({"supporting": 1}, "supporting is 1"),
     ],
 )
 def test_a_broken_record_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:

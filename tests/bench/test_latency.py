@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import latency, shapes
-from benchmarks.latency import LatencyConfig, PageCache
+from benchmarks.latency import LatencyConfig
 from samkv_integrations import METHODS
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
@@ -62,24 +62,14 @@ def tiny(**changes: Any) -> LatencyConfig:  # noqa: ANN401
 # -- what is measured ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "page_caches",
-    [
-        ("warm",),
-        # which cells are asked; what is dropped before a cold one has a test of its own
-        pytest.param(("warm", "cold"), marks=pytest.mark.slow),
-    ],
-)
-def test_every_cell_question_and_method_has_a_row_with_all_columns(
-    page_caches: tuple[PageCache, ...],
-) -> None:
+def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
     config = tiny(
-        text_tokens=(20,), cached_shares=(1.0, 0.5), page_caches=page_caches,
+        text_tokens=(20,), cached_shares=(1.0, 0.5),
         n_chunks=(4,), chunk_tokens=(60,), new_tokens=3, memory=True,
     )  # fmt: skip
     rows = list(latency.run(config, METHODS_HERE))
     keys = [(*(row[name] for name in sorted(CELL)), row["label"]) for row in rows]
-    n_rows = len(page_caches) * 3 * len(NAMES)  # 3: one question, and two
+    n_rows = 3 * len(NAMES)  # 3: one question, and two
     assert len(keys) == len(set(keys)) == n_rows
     for row in rows:
         assert set(row) == CELL | SETTINGS | MEASURED | set(Report.__dataclass_fields__)

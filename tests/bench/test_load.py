@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from benchmarks.load import Client, Endpoint, Prompt, Record, Send, arrivals, closed_loop, open_loop
+from benchmarks.load import Client, Endpoint, Prompt, Record, arrivals
 from tests.support.openai_endpoint import Reply, openai_endpoint
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
@@ -64,78 +61,7 @@ async def test_what_goes_wrong_is_named(
     assert record.completion_tokens == n_texts
 
 
-async def test_an_answer_that_trickles_past_the_time_is_a_timeout() -> None:
-    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        try:
-            while True:  # never silent for as long as httpx would allow
-                writer.write(b": still here\n")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        except ConnectionError:
-            writer.close()
-
-    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with Client(
-        Endpoint(url=f"http://127.0.0.1:{port}/v1", model="m", timeout_s=0.1)
-    ) as client:
-        record = await client.ask("Say.", label="m", index=0)
-    server.close()
-    assert record.error == "timeout"
-
-
-# -- what comes before --------------------------------------------------------------------------
-
-
 # -- many requests ------------------------------------------------------------------------------
-
-
-class Sender:
-    """Sends that take a few turns of the loop, and know how many were under way at once."""
-
-    def __init__(self, n: int) -> None:
-        self.sends: Sequence[Send] = [self._of(index) for index in range(n)]
-        self.running = self.peak = 0
-        self.due: dict[int, float | None] = {}
-
-    def _of(self, index: int) -> Send:
-        async def send(due: float | None) -> Record:
-            self.due[index] = due
-            self.running += 1
-            self.peak = max(self.peak, self.running)
-            for _ in range(index % 3 + 1):  # some overtake others
-                await asyncio.sleep(0)
-            self.running -= 1
-            return Record(label="m", index=index)
-
-        return send
-
-
-@pytest.mark.parametrize("n_clients", [1, 3, 8])
-async def test_a_closed_loop_keeps_its_clients_busy_and_sends_everything_once(
-    n_clients: int,
-) -> None:
-    sender = Sender(11)
-    records = await closed_loop(sender.sends, n_clients)
-    assert sorted(record.index for record in records) == list(range(11))
-    assert sender.peak == n_clients
-    assert set(sender.due.values()) == {None}
-
-
-async def test_an_open_loop_sends_each_when_it_is_due() -> None:
-    sender, delays = Sender(4), [0.03, 0.0, 0.01, 0.02]
-    began = time.perf_counter()
-    records = await open_loop(sender.sends, delays)
-    assert [record.index for record in records] == [0, 1, 2, 3]
-    assert list(sender.due) == [1, 2, 3, 0]
-    for index, delay in enumerate(delays):
-        due = sender.due[index]
-        assert due is not None
-        start = due - delay
-        assert start >= began
-        assert start == pytest.approx((sender.due[1] or 0) - delays[1])
 
 
 def test_arrivals_are_those_of_a_poisson_process_with_a_seed() -> None:

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
-import pytest
-
-from benchmarks import load_prompts, models
-from benchmarks.load import (
-    Block,
-    Client,
-    Endpoint,
-    LoadConfig,
-    Pace,
-    Prompt,
-    run,
-)
-from benchmarks.load_prompts import Prompts, WordsShape
-from samkv_integrations.model.loading import load_model
+from benchmarks.load import Block, Client, Endpoint, LoadConfig, Pace, run
+from benchmarks.load_prompts import Prompts
 from tests.support.openai_endpoint import Reply, openai_endpoint
-
-OPENING = re.compile(r"Request (\d{6})-(\d{6})\.\n\n")
 
 
 def config(**changes: Any) -> LoadConfig:
@@ -73,50 +58,3 @@ async def test_no_prompt_is_sent_twice_by_a_method_whatever_the_paces() -> None:
     assert len(requests) == 2 * settings.n_prompts == 2 * (3 * 7 + 1)
     assert list(dict.fromkeys(block.pace for block in blocks)) == list(paces)
     assert [len(block.records) for block in blocks if block.label == "auto"] == [3, 4] * 3
-
-
-async def test_errors_are_records_and_the_run_goes_on() -> None:
-    def reply(body: dict[str, Any]) -> Reply:
-        return Reply(status=429) if body["prompt"] in ("2", "5") else Reply()
-
-    blocks, _ = await sent(config(), reply)
-    errors = [(r.label, r.index) for b in blocks for r in b.records if r.error == "429"]
-    assert sorted(errors) == [("auto", 2), ("auto", 5), ("recompute", 2), ("recompute", 5)]
-
-
-# -- prompts ------------------------------------------------------------------------------------
-
-
-def without_opening(prompt: Prompt) -> str:
-    assert isinstance(prompt, str)
-    found = OPENING.match(prompt)
-    assert found, prompt[:40]
-    return prompt[found.end() :]
-
-
-@pytest.fixture(scope="module")
-def words() -> models.Words:
-    return models.Words(load_model("builtin", device="cpu"), seed=0)
-
-
-def chunks_of(prompt: Prompt) -> list[str]:
-    return without_opening(prompt).split("\n\n")[1:-1]
-
-
-def test_random_prompts_are_the_same_for_all_methods_but_for_fresh_chunks(
-    words: models.Words,
-) -> None:
-    shape = WordsShape(n_chunks=4, chunk_tokens=10, warm_share=0.5)
-    made = load_prompts.of_words(words, shape, ["a", "b"], 6, chat=False, seed=0)
-    assert len(made.cached) == 4
-    fresh = []
-    for one, other in zip(made.by_label["a"], made.by_label["b"], strict=True):
-        of_one, of_other = chunks_of(one), chunks_of(other)
-        assert len(of_one) == len(of_other) == 4
-        assert [words.count(chunk) for chunk in of_one] == [10] * 4
-        warm = [chunk in made.cached for chunk in of_one]
-        assert warm == [chunk in made.cached for chunk in of_other] and sum(warm) == 2
-        assert [c for c in of_one if c in made.cached] == [c for c in of_other if c in made.cached]
-        assert without_opening(one).split("Question:")[1] == str(other).split("Question:")[1]
-        fresh += [chunk for chunk in (*of_one, *of_other) if chunk not in made.cached]
-    assert len(fresh) == len(set(fresh)) == 2 * 2 * 6  # which nobody can have cached before

@@ -135,11 +135,8 @@ class TestBuildAndLink:
         assert cached(link) == keys_of(link, TEXTS[1], TEXTS[2])
         assert linked(link)["a"] == link.engine.key_of(TEXTS[2])
 
-    @pytest.mark.parametrize("size", [1, 4])
-    def test_page_by_page(
-        self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch, size: int
-    ) -> None:
-        monkeypatch.setattr(client_of(link.collection), "get_max_batch_size", lambda: size)
+    def test_page_by_page(self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client_of(link.collection), "get_max_batch_size", lambda: 4)
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         asked = []
         for name in ("get", "update"):
@@ -151,7 +148,7 @@ class TestBuildAndLink:
 
             monkeypatch.setattr(link.collection, name, counted)
         assert counts(link.sync()) == (6, 6, 6, 0, 0, 0)
-        assert max(asked) == size
+        assert max(asked) == 4
         assert len(cached(link)) == 6 and None not in linked(link).values()
 
 

@@ -222,9 +222,7 @@ class TestBudget:
         shown = ran(*budget)
         assert "none" in shown and "all" in shown
 
-    @pytest.mark.parametrize(
-        "size", ["", "much", "-5", "0", "20 parsecs", "0.1", "1e9", "GB", "9999999TB"] + ["9" * 400]
-    )
+    @pytest.mark.parametrize("size", ["much", "-5", "20 parsecs", "9" * 400])
     def test_says_what_a_size_is(self, working_folder: Path, size: str) -> None:
         ChunkStore(".samkv/kv")
         assert "such as 20GB" in error_of("store", "budget", f"--max-bytes={size}")

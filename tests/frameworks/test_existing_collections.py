@@ -39,13 +39,7 @@ def llama_index_from_params(collection: Any, engine: Engine, **options: Any) -> 
     )
 
 
-def llama_index_from_collection(collection: Any, engine: Engine, **options: Any) -> Store:
-    return SamKVChromaVectorStore.from_collection(collection, engine=engine, **options)
-
-
-@pytest.fixture(
-    params=[langchain, llama_index, llama_index_from_params, llama_index_from_collection]
-)
+@pytest.fixture(params=[langchain, llama_index, llama_index_from_params])
 def opened(request: pytest.FixtureRequest) -> Opened:
     return request.param  # type: ignore[no-any-return]
 

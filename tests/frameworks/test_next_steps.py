@@ -119,7 +119,7 @@ class TestMessages:
 
 
 class TestVectorStores:
-    @pytest.mark.parametrize("name", ["a", "bad name!", "_ends_", "n" * 513])
+    @pytest.mark.parametrize("name", ["a", "bad name!"])
     def test_names_of_collections(self, engine: Engine, tmp_path: Path, name: str) -> None:
         for make in (
             lambda: SamKVChroma(name, OfflineEmbeddings(), engine=engine),

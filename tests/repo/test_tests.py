@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,10 +16,6 @@ OF_THE_FRAMEWORKS = {"_client", "_get_ls_params", "_identifying_params"}
 framework reads has to read it as the framework does."""
 
 REACHES = {
-    # of benches: what is timed, with nothing public between it and a time, and what is left out
-    ("tests/bench/test_time_figures.py", "_read"),
-    ("tests/bench/test_latency.py", "_forward"),
-    ("tests/bench/test_latency.py", "_LEAST_SHARE"),
     # a formula held against another way to write it, and codes that no model here would give
     ("tests/engine/test_doctor.py", "_kl"),
     ("tests/engine/test_doctor.py", "_range"),
@@ -48,65 +43,12 @@ def found(rule: Callable[[ast.Module], Iterator[str]]) -> list[str]:
     return [f"{path}: {what}" for path, tree in sources().items() for what in rule(tree)]
 
 
-# --- imports -----------------------------------------------------------------------------------
-
-
-def imported_test_modules(tree: ast.Module) -> Iterator[str]:
-    """By statements, and by scripts in strings of several lines."""
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            script = node.value if "\n" in node.value else ""
-            names = re.findall(r"^(?:from|import) ([\w.]+)", script, re.MULTILINE)
-        yield from (name for name in names if re.search(r"(^|\.)tests\.(\w+\.)*test_", name))
-
-
-def test_no_test_module_imports_another() -> None:
-    assert found(imported_test_modules) == []
-
-
-# --- assertions --------------------------------------------------------------------------------
-
-
 def name_of(call: ast.Call) -> str:
     """The last name of what is called."""
     function = call.func
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
-
-
-def asserts(node: ast.AST, functions: dict[str, Functions], seen: set[str]) -> bool:
-    """Whether something is asserted here, or in a function of the module that is called here."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Assert):
-            return True
-        if not isinstance(inner, ast.Call):
-            continue
-        name = name_of(inner)
-        if name in ("raises", "warns", "fail") or name.startswith(("assert", "check")):
-            return True
-        if name in functions and name not in seen:
-            seen.add(name)
-            if asserts(functions[name], functions, seen):
-                return True
-    return False
-
-
-def nothing_asserted(tree: ast.Module) -> Iterator[str]:
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, Functions)}
-    for node in ast.walk(tree):
-        if isinstance(node, Functions) and node.name.startswith("test"):
-            if not asserts(node, functions, {node.name}):
-                yield node.name
-
-
-def test_every_test_asserts_something() -> None:
-    assert found(nothing_asserted) == []
 
 
 # --- private attributes ------------------------------------------------------------------------
@@ -158,9 +100,3 @@ def test_private_names_of_ours_are_left_alone() -> None:
     allowed = {f"{path}: {name}" for path, name in REACHES}
     reached = {what for what in found(reached_for) if what.split(": ")[1] not in OF_THE_FRAMEWORKS}
     assert reached - allowed == set()
-
-
-# --- marks -------------------------------------------------------------------------------------
-
-
-# --- the rules themselves ----------------------------------------------------------------------

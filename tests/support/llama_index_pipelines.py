@@ -64,19 +64,8 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.evaluation.measures import f1_words
-from tests.support.pipelines import (
-    TOP_K,
-    TURNS,
-    Ask,
-    Asked,
-    Outcome,
-    Row,
-    compared,
-    model,
-    outcome,
-    title_of,
-)
+from tests.support import pipelines
+from tests.support.pipelines import TOP_K, TURNS, Ask, Asked, Outcome, Row, title_of
 
 MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
@@ -104,30 +93,23 @@ WAYS: Mapping[str, Way] = {
 # -- what is asked about ---------------------------------------------------------------------
 
 
-class Library:
+class Library(pipelines.Answering):
     """The documents of the questions in one folder, indexed in as many ways as pipelines need.
 
     One store holds the caches of all indexes. Close it after use.
     """
 
     def __init__(self, folder: Path, asked: Sequence[Question]) -> None:
+        super().__init__(asked)
         self.exits = ExitStack()
         # LlamaIndex makes a remote model wherever it was given none: none of that here
         self.exits.enter_context(mock.patch.object(Settings, "_llm", MockLLM()))
         self.folder = folder
-        self.questions = tuple(asked)
-        self.engine = Engine(model(), ChunkStore(folder / "kv"))
+        self.engine = Engine(pipelines.model(), ChunkStore(folder / "kv"))
         self.collections: dict[str, Any] = {}
-        self._made: dict[str, Any] = {}
 
     def close(self) -> None:
         self.exits.close()
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time for this name."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
 
     def documents(self) -> list[Document]:
         """Each with its path, which prompts show, as they do for files that LlamaIndex reads."""
@@ -551,10 +533,9 @@ class _SharedWords(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         assert query_bundle is not None
-        wanted = set(f1_words(query_bundle.query_str))
         for found in nodes:
-            words = set(f1_words(found.node.get_content(MetadataMode.EMBED)))
-            found.score = len(wanted & words) / len(wanted)
+            text = found.node.get_content(MetadataMode.EMBED)
+            found.score = pipelines.shared_words(query_bundle.query_str, text)
         return sorted(nodes, key=lambda found: -(found.score or 0))[:TOP_K]
 
 
@@ -751,22 +732,17 @@ PIPELINES: Mapping[str, Pipeline] = {
 
 def answers(name: str, library: Library, way: str, method: str) -> list[Outcome]:
     """What a pipeline answers to all questions of the library; asked once."""
-
-    def ask_all() -> list[Outcome]:
-        with ExitStack() as exits:
-            setting = Setting(library=library, way=way, method=method, exits=exits)
-            ask = PIPELINES[name].make(setting)
-            return [outcome(ask, question.question) for question in library.questions]
-
-    found: list[Outcome] = library.once(f"{name} / {way} / {method}", ask_all)
-    return found
+    with ExitStack() as exits:
+        setting = Setting(library=library, way=way, method=method, exits=exits)
+        key = f"{name} / {way} / {method}"
+        return library.answers(key, lambda: PIPELINES[name].make(setting))
 
 
 def measure(name: str, library: Library, way: str) -> Row:
     """One row: the default method, compared with full prefill."""
     full = answers(PIPELINES[name].like or name, library, way, method="recompute")
     found = answers(name, library, way, method="samkv-guided")
-    return compared(name, way, library.questions, found, full)
+    return pipelines.compared(name, way, library.questions, found, full)
 
 
 def cases() -> Iterator[tuple[str, str]]:

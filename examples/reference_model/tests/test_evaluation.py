@@ -129,20 +129,3 @@ def test_variants_get_the_caches_of_their_prefix(monkeypatch: pytest.MonkeyPatch
     assert prefixes == [bos, (), bos, bos + text]
     assert [len(engine.store.keys()) for engine in made] == [0, 1, 1, 1]
     assert found[variants[3]] == found[variants[0]] != found[variants[1]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "reuze"], "reuze"),
-        (["--model", "/nowhere/at/all"], "does not exist"),
-        (["--questions", "0"], None),
-        (["--only", "nonsense"], None),
-    ],
-)
-def test_a_wrong_option_ends_the_command_with_what_is_wrong(
-    arguments: list[str], message: str | None, tmp_path: Path
-) -> None:
-    with pytest.raises(SystemExit, match=message):
-        evaluate.main(["--output", str(tmp_path / "out.json"), *arguments])
-    assert not list(tmp_path.iterdir())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +12,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from reference_model import tokenizer as recipe
 from reference_model.network import TOKENIZER_FILES
-from reference_model.prompts import PLAIN, PromptForms
+from reference_model.prompts import PromptForms
 from reference_model.stages import STAGES
-from reference_model.tokenizer import SPECIAL, main, save_tokenizer, train_tokenizer
+from reference_model.tokenizer import SPECIAL, main, train_tokenizer
 from reference_model.world import World
 
 WORLD = World.load()
@@ -26,15 +24,6 @@ FORMS = PromptForms.load()
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
     return train_tokenizer(WORLD, FORMS, seed=0, samples=60)
-
-
-@pytest.fixture(scope="module")
-def plain() -> Tokenizer:
-    """It has met the plain prompt only, of which most words of the others are unknown."""
-    only = replace(
-        FORMS, forms=[FORMS.named(PLAIN)], system=["Here."], documents=FORMS.documents[:1]
-    )
-    return train_tokenizer(WORLD, only, seed=0, samples=10)
 
 
 def test_text_comes_back_as_it_was(trained: Tokenizer) -> None:
@@ -90,32 +79,3 @@ def test_the_folder_is_what_transformers_and_the_training_take(
         loaded.pad_token_id,
     )
     assert generation.do_sample is False and generation.max_new_tokens == 16
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as raised:
-        main([str(argument) for argument in arguments])
-    assert raised.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_what_cannot_be_is_refused(
-    plain: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "output"
-    missing = tmp_path / "missing"
-    error = refused(capsys, "--output", output, "--extend", missing)
-    assert f"--extend {missing}: it must be a folder with a tokenizer.json" in error
-    error = refused(capsys, "--output", output, "--extend", missing, "--seed", 1)
-    assert "--seed 1: --extend trains nothing" in error
-    assert "--positions 0: at least 1" in refused(capsys, "--output", output, "--positions", 0)
-    file = tmp_path / "file"
-    file.write_text("")
-    assert f"--output {file}: it is a file" in refused(capsys, "--output", file)
-
-    other = json.loads(plain.to_str())
-    other["model"]["ignore_merges"] = False
-    save_tokenizer(Tokenizer.from_str(json.dumps(other)), tmp_path / "other", 2048)
-    error = refused(capsys, "--output", output, "--extend", tmp_path / "other")
-    assert "ignores merges" in error and "<|assistant|>" in error
-    assert not output.exists()

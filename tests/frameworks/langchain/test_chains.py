@@ -19,6 +19,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_samkv import SamKVDocumentCompressor, format_docs
 from langchain_samkv.documents import Mode
 from samkv_integrations.errors import TimedOut
+from tests.support.handles import HANDLE
 from tests.support.langchain_chains import (
     CHAINS,
     TEMPLATE,
@@ -29,7 +30,7 @@ from tests.support.langchain_chains import (
     lcel,
     measure,
 )
-from tests.support.pipelines import HANDLE, N_QUESTIONS, TOP_K, TURNS, questions, recorded
+from tests.support.pipelines import N_QUESTIONS, TOP_K, TURNS, questions, recorded
 
 # of LangChain, about classes that it still ships and people still use
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")

@@ -15,11 +15,7 @@ import samkv_integrations.engine.chunks
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidChunk
-from tests.support.langchain_store import (
-    Letters,
-    assert_in_step,
-    records,
-)
+from tests.support.langchain_store import Letters, assert_in_step, records
 from tests.support.records import TEXTS, builtin
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None
@@ -70,8 +66,10 @@ def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., In
 A, B, C, D = TEXTS[:4]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
+@pytest.mark.parametrize(
+    ("cleanup", "is_async"),
+    [(None, False), ("incremental", True), ("full", False), ("scoped_full", True)],
+)
 def test_every_cleanup(indexer: Callable[..., Indexer], cleanup: Cleanup, is_async: bool) -> None:
     run = indexer(cleanup, is_async)
     first = [("1", A), ("1", B), ("2", C), ("3", B)]  # B stands in two sources

@@ -42,9 +42,9 @@ def engine(tmp_path: Path) -> Engine:
     return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
 
 
-@pytest.fixture(params=["folder", "server", pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.fixture(params=["folder", "server"])
 def either(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[SamKVChroma]:
-    """A store on a folder, one on a server, and one in memory."""
+    """A store on a folder, and one on a server."""
     where: dict[str, Any] = {}
     if request.param == "folder":
         where = {"persist_directory": str(tmp_path / "chroma")}
@@ -92,12 +92,6 @@ class TestAdd:
         assert set(store.get("d")["metadatas"][0]) == {KEY_FIELD}
         assert store.add_texts([]) == store.add_documents([]) == []
         assert_in_step(store, *TEXTS[:4])
-
-    def test_a_known_id_is_replaced_and_its_old_text_released(self, either: SamKVChroma) -> None:
-        either.add_documents([doc("a", TEXTS[0], page=1), doc("b", TEXTS[1]), doc("c", TEXTS[1])])
-        either.add_documents([doc("a", TEXTS[2]), doc("b", TEXTS[3])])
-        assert_in_step(either, TEXTS[2], TEXTS[3], TEXTS[1])
-        assert set(either.get("a")["metadatas"][0]) == {KEY_FIELD}
 
     def test_from_texts_and_documents(self, engine: Engine, tmp_path: Path) -> None:
         folder = str(tmp_path / "chroma")

@@ -14,11 +14,7 @@ from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import (
-    MetadataMode,
-    NodeWithScore,
-    TextNode,
-)
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 import samkv_integrations.engine.chunks
 from llama_index.llms.samkv import SamKVCacheTransform

@@ -57,18 +57,6 @@ PATHS: dict[str, Callable[[SamKVLLM, str], Any]] = {
 class TestCalls:
     """All nine ways to call an LLM."""
 
-    def test_complete(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        response = llm.complete(cached_prompt(corpus))
-        assert response.text.strip() == ASKED.workers
-        report = response.raw["samkv"]
-        assert report == llm.last_report.to_dict() == response.additional_kwargs["samkv"]
-        assert (report["found"], report["chunk_misses"]) == (len(TEXTS), {})
-        usage = response.raw["usage"]
-        assert usage["prompt_tokens"] == report["prompt_tokens"] > 39 * len(TEXTS)
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert usage.items() <= response.additional_kwargs.items()
-
     def test_complete_of_a_chat_model_is_a_user_message(
         self, corpus: Corpus, prompts: list[Any]
     ) -> None:
@@ -154,7 +142,7 @@ class TestPrompts:
         else:
             assert prompts.pop() == "Be brief.\n\nHi you"
 
-    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("path", ["complete", "chat"])
     def test_system_prompt_with_forms_of_ones_own(
         self, corpus: Corpus, prompts: list[Any], path: str
     ) -> None:
@@ -338,12 +326,6 @@ class TestConfiguration:
     @pytest.mark.parametrize("options", [
         {"context_window": 600},
         {"is_chat_model": False, "completion_to_prompt": lambda text: f"Read this:\n{text}\nOh?"},
-        # a prompt that fills the window each, as the last one does
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"system_prompt": "Be brief, and polite."}, marks=pytest.mark.slow),
-        pytest.param({"is_chat_model": False}, marks=pytest.mark.slow),
-        pytest.param({"messages_to_prompt": lambda messages: f"Say: {messages[-1].content}!"},
-                     marks=pytest.mark.slow),
     ])  # fmt: skip
     def test_window_is_what_a_prompt_may_fill(self, corpus: Corpus, options: Any) -> None:
         llm = corpus.llm(**options)

@@ -12,11 +12,8 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
-from llama_index.core.llms import ChatMessage
-from llama_index.core.prompts import PromptTemplate
 from llama_index.core.response_synthesizers import Refine
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel, Field
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, Report, collect_reports
@@ -25,18 +22,11 @@ from tests.support.tools import dictated, tool_model
 RECORD = "[Denbury] Denbury is a town on the river Tume, an hour from Flevport."
 PROMPT = f"{RECORD}\n\nWhich river is Denbury on?"
 CALL = '<tool_call>\n{"name": "find_record", "arguments": {"town": "Denbury"}}\n</tool_call>'
-MESSAGES = [ChatMessage(role="user", content=PROMPT)]
 
 
 def find_record(town: str) -> str:
     """Finds the record of a town."""
     return RECORD if town == "Denbury" else "none"
-
-
-class Town(BaseModel):
-    """A town."""
-
-    name: str = Field(max_length=8)
 
 
 class Ends(BaseEventHandler):
@@ -75,24 +65,6 @@ def check(raw: Any, report: Report) -> None:
     assert usage["prompt_tokens"] == report.prompt_tokens > report.cached_tokens
     assert usage["prompt_tokens_details"] == {"cached_tokens": report.cached_tokens}
     assert report.cached_tokens >= len(RECORD)  # a token a letter
-
-
-WAYS = {
-    "complete": lambda llm: llm.complete(PROMPT),
-    "stream_complete": lambda llm: list(llm.stream_complete(PROMPT)),
-    "chat": lambda llm: llm.chat(MESSAGES),
-    "stream_chat": lambda llm: list(llm.stream_chat(MESSAGES)),
-    "predict": lambda llm: llm.predict(PromptTemplate(PROMPT)),
-    "a structured prediction": lambda llm: llm.structured_predict(Town, PromptTemplate(PROMPT)),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_cached_tokens_and_the_report_of_a_call(llm: SamKVLLM, ends: Ends, way: str) -> None:
-    with dictated('{"name": "Denbury"}'), collect_reports() as reports:
-        WAYS[way](llm)
-    assert len(ends.raw) == len(reports) == 1
-    check(ends.raw[0], reports[0])
 
 
 async def test_an_agent_has_a_total_of_its_calls(llm: SamKVLLM, ends: Ends) -> None:

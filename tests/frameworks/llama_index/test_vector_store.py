@@ -16,12 +16,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import (
-    ImageNode,
-    NodeRelationship,
-    RelatedNodeInfo,
-    TextNode,
-)
+from llama_index.core.schema import ImageNode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -154,15 +149,6 @@ class TestAdd:
         assert set(opened) == keys_of(store, TEXTS[2])
         assert records(store)["b"] == (TEXTS[2], engine.key_of(TEXTS[2]))
 
-    def test_a_known_id_is_replaced_and_its_old_text_released(
-        self, store: SamKVChromaVectorStore
-    ) -> None:
-        store.add([node("a", TEXTS[0], page=1), node("b", TEXTS[1]), node("c", TEXTS[1])])
-        store.add([node("a", TEXTS[2]), node("b", TEXTS[3])])
-        in_step(store, TEXTS[2], TEXTS[3], TEXTS[1])
-        (row,) = store.client.get(ids=["a"])["metadatas"]
-        assert "page" not in row
-
     def test_images_and_empty_nodes_have_no_key(self, store: SamKVChromaVectorStore) -> None:
         image = ImageNode(id_="i", text="a caption", image_url="http://x/y", embedding=VECTOR)
         image.metadata[KEY_FIELD] = "0" * 32
@@ -196,30 +182,6 @@ class TestAdd:
 
 
 class TestDelete:
-    def test_shared_texts_stay_while_someone_needs_them(
-        self, either: SamKVChromaVectorStore, engine: Engine
-    ) -> None:
-        client = client_of(either.client)
-        name = f"{either.client.name}-other"
-        model = client.create_collection(name=name)
-        other = SamKVChromaVectorStore(
-            type(either.client)(client=client, model=model, embedding_function=None), engine=engine
-        )
-        either.add(
-            [node("a", TEXTS[0], "d1"), node("b", TEXTS[1], "d1"), node("c", TEXTS[2], "d2")]
-        )
-        either.add([node("e", TEXTS[2], "d3")])
-        other.add([node("a", TEXTS[1])])
-        either.delete("d1")
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.delete_nodes(["c"])
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.clear()
-        assert files(either) == keys_of(either, TEXTS[1])
-        other.delete_nodes(filters=MetadataFilters(filters=[_equal("document_id", "None")]))
-        assert not files(either)
-        client.delete_collection(name)
-
     def test_by_ids_and_filters(self, store: SamKVChromaVectorStore) -> None:
         kinds = ["x", "y", "x", "y"]
         store.add([node(k, t, kind=x) for k, t, x in zip("abcd", TEXTS, kinds, strict=False)])
@@ -311,8 +273,9 @@ class TestLlamaIndex:
         assert llm.last_report is not None and len(answer.source_nodes) == 3
         assert {n.node.get_content() for n in answer.source_nodes} == set(TEXTS[:3])
 
-    @pytest.mark.parametrize("is_async", [False, True])
-    @pytest.mark.parametrize("strategy", ["UPSERTS", "UPSERTS_AND_DELETE"])
+    @pytest.mark.parametrize(
+        ("strategy", "is_async"), [("UPSERTS", False), ("UPSERTS_AND_DELETE", True)]
+    )
     def test_pipeline(
         self, store: SamKVChromaVectorStore, engine: Engine, strategy: str, is_async: bool
     ) -> None:
