@@ -16,8 +16,7 @@ from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
 from tests.support.chroma_server import chroma_server
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serve_process import serving_town
+from tests.support.live_server import LiveServer, live_server, serving_town
 from tests.support.steps import Steps
 from tests.support.telemetry import Told, listening
 
@@ -141,6 +140,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def town_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where ``samkv serve`` answers on the sample documents, as the README starts it."""
+    """Where the sample documents are served, as by the README's ``samkv serve``."""
     with serving_town(tmp_path_factory.mktemp("town")) as address:
         yield address

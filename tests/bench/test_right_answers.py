@@ -105,6 +105,7 @@ def test_bad_options(tmp_path: Path, options: tuple[str, ...], said: str) -> Non
     assert said in error_of("right_answers", *asked(tmp_path, *options))
 
 
+@pytest.mark.slow  # splits the descriptions of a few dozen packages into chunks
 def test_questions_about_packages_name_what_the_descriptions_say() -> None:
     """Written from the text: every gold answer stands in the description of its package."""
     from importlib.metadata import metadata

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cluster import ingest as ingest_module
-from samkv_integrations.cluster.ingest import add_on_ray, cache_on_ray
+from samkv_integrations.cluster.ingest import cache_on_ray
 from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.errors import ClusterError, InvalidOption
 from samkv_integrations.llm.engine_args import ModelSource, engine_of
@@ -103,14 +101,7 @@ def test_a_text_that_kills_workers_ends_the_ingest_which_goes_on_later(
     assert (done.n_cached, done.failed) == (len(missing), {})
 
 
-def test_a_wrong_record_is_said_before_anything_is_computed(tmp_path: Path, tiny: str) -> None:
-    source = source_of(tiny, tmp_path / "kv")
-    link = ChromaLink(open_collection(tmp_path / "chroma", "town", create=True), engine_of(source))
-    with pytest.raises(InvalidOption, match="occurs twice"):
-        add_on_ray(link, source, ["a", "a"], TEXTS[:2], [[1.0], [1.0]], pool=TWO)
-    assert chunk_files(tmp_path / "kv") == {}
-
-
+@pytest.mark.slow  # begins a cluster
 def test_workers_that_fit_nowhere_are_not_waited_for(tmp_path: Path, tiny: str) -> None:
     source = source_of(tiny, tmp_path / "kv")
     for pool in (WorkerPool(n_cpus=3), WorkerPool(n_workers=3), WorkerPool(n_gpus=1.0)):

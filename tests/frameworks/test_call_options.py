@@ -73,10 +73,6 @@ class TestWithoutEffect:
         chat = ChatSamKV(engine=engine, max_tokens=3)
         assert chat.invoke("Hello", **given).text == chat.invoke("Hello").text
 
-    def test_in_pipeline_kwargs(self) -> None:
-        llm = SamKV.from_model_id("builtin", pipeline_kwargs={**HARMLESS, "max_new_tokens": 2})
-        assert llm.max_tokens == 2
-
     @pytest.mark.parametrize("name", WITHOUT_EFFECT)
     def test_is_refused_where_it_would_have_one(self, engine: Engine, name: str) -> None:
         allowed, why = WITHOUT_EFFECT[name]
@@ -122,14 +118,6 @@ class TestTheNameThatWasGiven:
         ):
             with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
                 call()
-
-    @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
-    def test_llama_index(self, engine: Engine, name: str) -> None:
-        llm = SamKVLLM(engine=engine)
-        with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
-            llm.complete("Hello", **{name: 0})
-        with pytest.raises(InvalidOption, match=f"^{name}='5'; it must be a whole number$"):
-            list(llm.stream_complete("Hello", **{name: "5"}))
 
     @pytest.mark.parametrize("kind", [*KINDS, SamKVLLM])
     def test_an_argument_without_one(self, engine: Engine, kind: Any) -> None:

@@ -122,18 +122,3 @@ def test_nothing_to_warn_of(
                 engine.cache_chunks([TEXTS[1]])
             opened(collection, engine)
     assert not caplog.records
-
-
-def test_a_big_collection_is_not_read(
-    filled: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = []
-    get = type(filled).get
-
-    def counted(collection: Any, **options: Any) -> Any:
-        limits.append(options.get("limit"))
-        return get(collection, **options)
-
-    monkeypatch.setattr(type(filled), "get", counted)
-    llama_index(filled, engine)
-    assert limits and all(limit is not None and limit <= 32 for limit in limits)

@@ -93,7 +93,7 @@ async def test_an_answer_that_takes_too_long(make_app: Callable[..., App], path:
 async def test_a_stream_that_takes_too_long_ends_with_an_event(
     make_app: Callable[..., App], steps: Steps, path: str
 ) -> None:
-    app = make_app(timeout_s=5.0)
+    app = make_app(timeout_s=2.0)
     steps.hold()
     reply = await app.client.posted(path, body_of(path, stream=True))
     steps.release()

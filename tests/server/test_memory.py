@@ -43,6 +43,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow  # a process that imports the server
 @OF_GLIBC
 def test_threads_share_two_arenas() -> None:
     done = subprocess.run([sys.executable, "-c", COUNT_ARENAS], stdout=subprocess.PIPE, check=True)

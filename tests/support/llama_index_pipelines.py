@@ -25,7 +25,6 @@ from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.indices.prompt_helper import PromptHelper
-from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.memory import Memory
@@ -539,22 +538,18 @@ class _SharedWords(BaseNodePostprocessor):
         return sorted(nodes, key=lambda found: -(found.score or 0))[:TOP_K]
 
 
-def _reranked(*, first: bool) -> Make:
-    def make(setting: Setting) -> Ask:
-        rerankers: list[BaseNodePostprocessor] = [
-            SimilarityPostprocessor(similarity_cutoff=0.2),
-            _SharedWords(),
-            LongContextReorder(),
-        ]
-        ours = setting.postprocessors()
-        engine = RetrieverQueryEngine.from_args(
-            setting.retriever(3 * TOP_K),
-            llm=setting.llm(),
-            node_postprocessors=[*rerankers, *ours] if first else [*ours, *rerankers],
-        )
-        return _of_query_engine(engine)
-
-    return make
+def _reranked(setting: Setting) -> Ask:
+    rerankers: list[BaseNodePostprocessor] = [
+        SimilarityPostprocessor(similarity_cutoff=0.2),
+        _SharedWords(),
+        LongContextReorder(),
+    ]
+    engine = RetrieverQueryEngine.from_args(
+        setting.retriever(3 * TOP_K),
+        llm=setting.llm(),
+        node_postprocessors=[*rerankers, *setting.postprocessors()],
+    )
+    return _of_query_engine(engine)
 
 
 def _templates(setting: Setting) -> Ask:
@@ -573,37 +568,6 @@ def _templates(setting: Setting) -> Ask:
         return library.index("templates", library.parsed(documents))
 
     engine = library.once("templates", make).as_query_engine(
-        llm=setting.llm(), similarity_top_k=TOP_K, node_postprocessors=setting.postprocessors()
-    )
-    return _of_query_engine(engine)
-
-
-def _upserted(setting: Setting) -> Ask:
-    """Documents of which some were changed, added and deleted since they were first ingested."""
-    library = setting.library
-
-    def make() -> VectorStoreIndex:
-        now = library.documents()
-        before = library.documents()
-        for document in before[::2]:
-            document.set_content(f"{document.text} This is an old version.")
-        gone = Document(text="[Nowhere]\nNowhere is a town that was given up.", doc_id="Nowhere")
-        store = library.chroma("upserted")
-        pipeline = IngestionPipeline(
-            transformations=[
-                SentenceSplitter(chunk_size=512),
-                SamKVCacheTransform(engine=library.engine),
-                OfflineEmbedding(),
-            ],
-            vector_store=store,
-            docstore=SimpleDocumentStore(),
-            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
-        )
-        pipeline.run(documents=[*before[1:], gone])
-        pipeline.run(documents=now)
-        return VectorStoreIndex.from_vector_store(store, embed_model=OfflineEmbedding())
-
-    engine = library.once("upserted", make).as_query_engine(
         llm=setting.llm(), similarity_top_k=TOP_K, node_postprocessors=setting.postprocessors()
     )
     return _of_query_engine(engine)
@@ -720,10 +684,8 @@ PIPELINES: Mapping[str, Pipeline] = {
     "AutoMergingRetriever": Pipeline(
         make=_auto_merging, fails={"hits": "leaves of fewer than 16 tokens are computed as text"}
     ),
-    "rerankers before": Pipeline(make=_reranked(first=True)),
-    "rerankers after": Pipeline(make=_reranked(first=False), ways=("text", "handle")),
+    "rerankers before": Pipeline(make=_reranked),
     "metadata templates": Pipeline(make=_templates),
-    "IngestionPipeline, upserts and deletes": Pipeline(make=_upserted),
 }
 
 

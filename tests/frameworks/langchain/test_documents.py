@@ -152,22 +152,6 @@ class TestCompressor:
             assert spelled(engine, found) == expected
             found = compressor.compress_documents(found)
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_in_a_chain(self, engine: Engine, mode: Any) -> None:
-        engine.cache_chunks(TEXTS)
-        compressor = SamKVDocumentCompressor(engine=engine, mode=mode)
-        answers = Answers(engine)
-        chain = answers.chain(
-            retriever_of(documents(*TEXTS))
-            | compressor.compress_documents
-            | partial(format_docs, handles=mode == "metadata")
-        )
-        assert RECORDS[0].workers in chain.invoke(QUESTION)
-        assert RECORDS[0].workers in asyncio.run(chain.ainvoke(QUESTION))
-        for prompt, report in zip(answers.prompts, answers.reports, strict=True):
-            assert (TEXTS[0] in prompt) == (mode == "text")
-            assert report.found == 2 and not report.chunk_misses
-
     def test_a_document_without_a_cache_is_a_counted_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
         compressor = SamKVDocumentCompressor(engine=engine)

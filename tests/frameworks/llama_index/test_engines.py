@@ -89,14 +89,6 @@ class TestQueryEngine:
 
 
 class TestMisses:
-    def test_lost_cache_is_counted_and_changes_nothing(self, own_corpus: Corpus) -> None:
-        llm = own_corpus.llm()
-        before = str(own_corpus.query_engine(llm).query(ASKED.question))
-        own_corpus.key_file(ASKED.text).unlink()
-        assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
-        assert llm.last_report.found == TOP_K
-        assert llm.last_report.chunk_misses == {"absent": 1}
-
     @pytest.mark.parametrize("content", [b"", b"Another text."])
     def test_a_handle_needs_no_sound_cache(
         self, own_corpus: Corpus, prompts: list[Any], content: bytes
@@ -155,24 +147,6 @@ class TestMisses:
             assert str(query_engine.query(ASKED.question)).strip() == ASKED.workers
             assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
             assert passes == [keys]
-
-    def test_compute_follows_a_text_that_changes_later(self, own_corpus: Corpus) -> None:
-        postprocessor = SamKVPostprocessor(
-            engine=own_corpus.engine, mode="handle", on_miss="compute"
-        )
-        (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=TextNode(text=ASKED.text))])
-        text = "Never seen before, and long enough to be found in a prompt by its tokens."
-        shown.node.set_content(text)
-        content = shown.node.get_content(MetadataMode.LLM)
-        assert HANDLE.fullmatch(content)
-        assert spelled_out(own_corpus.engine, content) == text
-
-    def test_error_names_node_and_next_step(self, own_corpus: Corpus) -> None:
-        own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
-        postprocessor = SamKVPostprocessor(engine=own_corpus.engine, mode="handle", on_miss="error")
-        query_engine = own_corpus.query_engine(own_corpus.llm(), postprocessor=postprocessor)
-        with pytest.raises(ChunkNotCached, match="has no usable cache; ingest it again"):
-            query_engine.query(ASKED.question)
 
     def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:
         handle = issued(own_corpus.engine, ASKED.text)
@@ -300,15 +274,6 @@ class TestCacheTransform:
         given = {"engine": corpus.engine} if "engine" in arguments else {}
         with pytest.raises(InvalidOption, match=message):
             SamKVCacheTransform(**arguments | given)
-
-    def test_dict_round_trip(self, corpus: Corpus) -> None:
-        transform = SamKVCacheTransform(engine=corpus.engine)
-        data = transform.to_dict()
-        assert data["class_name"] == "SamKVCacheTransform"
-        again = SamKVCacheTransform.from_dict(data, engine=corpus.engine)
-        assert again.to_dict() == data
-        with pytest.raises(InvalidOption, match="give either llm"):
-            SamKVCacheTransform.from_dict(data)
 
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch

@@ -251,19 +251,6 @@ class TestTokenCounter:
 
 
 class TestConfiguration:
-    def test_call_options_win_over_those_of_the_llm(self, corpus: Corpus) -> None:
-        prompt = "Documents:\n\n[Dunlux"
-        llm = corpus.llm(generate_kwargs={"temperature": 2.0, "seed": 1})
-        sampled = llm.complete(prompt, formatted=True).text
-        assert sampled == llm.complete(prompt, formatted=True).text  # the seed
-        assert sampled != llm.complete(prompt, formatted=True, seed=2).text
-        greedy = corpus.llm().complete(prompt, formatted=True).text
-        assert llm.complete(prompt, formatted=True, temperature=0.0).text == greedy
-        assert llm.complete(prompt, formatted=True, temperature=None).text == sampled
-        asked = cached_prompt(corpus)
-        answers = {llm.complete(asked, seed=seed, top_p=1e-6).text for seed in range(3)}
-        assert answers == {f" {ASKED.workers}"}  # the likeliest token alone is left
-
     def test_length_and_stop(self, corpus: Corpus) -> None:
         llm, prompt = corpus.llm(), "Documents:\n\n[Dunlux"
         text = llm.complete(prompt, formatted=True).text
@@ -355,19 +342,6 @@ class TestConfiguration:
         other = SamKVLLM.from_dict(llm.to_dict())
         assert other.engine is not llm.engine
         assert other.engine.store.keys(other.engine.fingerprint) == [key]
-
-    def test_dict_round_trip(self, corpus: Corpus) -> None:
-        llm = corpus.llm(
-            generate_kwargs={"temperature": 0.5},
-            system_prompt="Be brief.",
-            method="reuse",
-            eviction="h2o",
-        )
-        data = llm.to_dict()
-        assert data["class_name"] == SamKVLLM.class_name() == "SamKV_LLM"
-        assert data["kv_dir"] == str(corpus.folder / "kv") and "engine" not in data
-        again = SamKVLLM.from_dict(data, engine=corpus.engine)
-        assert again.to_dict() == data and again.engine is corpus.engine
 
     def test_copies_share_the_engine_and_nothing_else(self, corpus: Corpus) -> None:
         llm = corpus.llm(generate_kwargs={"temperature": 0.5})

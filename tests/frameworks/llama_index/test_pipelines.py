@@ -48,7 +48,7 @@ the first one does."""
 NEAR_ANOTHER = (
     "compact, 8 chunks", "compact, 12 chunks",  # longer prompts
     "simple_summarize", "compact_accumulate",  # prompts of `compact` and `accumulate`
-    "sentence windows, cached at ingest", "rerankers after",
+    "sentence windows, cached at ingest",
     "tree_summarize, several calls", "compact_accumulate, several calls",  # see the test of packing
 )  # fmt: skip
 """Pipelines that find their chunks as another one does, which the quick tests have."""
@@ -181,9 +181,3 @@ def test_agent_reads_what_the_tool_found(few: Library) -> None:
         (prompt,) = found.prompts  # the tool call is scripted, and asks no model
         assert prompt.startswith("Documents:") and "Question:" in prompt
         assert bodies_in(prompt, ()) == found.hits == TOP_K
-
-
-def test_upserts_and_deletes_leave_what_is_there_now(few: Library) -> None:
-    answers("IngestionPipeline, upserts and deletes", few, "handle", "recompute")
-    rows = few.collections["upserted"].get(include=["documents"])
-    assert sorted(rows["documents"]) == sorted(document.text for document in few.documents())
