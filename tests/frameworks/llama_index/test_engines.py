@@ -36,21 +36,6 @@ def not_called(*arguments: object) -> None:
 
 
 class TestQueryEngine:
-    @pytest.mark.parametrize("is_chat_model", [True, False])
-    def test_answers_from_caches_as_full_prefill_does(
-        self, corpus: Corpus, is_chat_model: bool
-    ) -> None:
-        llm = corpus.llm(is_chat_model=is_chat_model, method="samkv-guided")
-        full = corpus.llm(is_chat_model=is_chat_model, method="recompute")
-        for record in RECORDS:
-            answer = str(corpus.query_engine(llm).query(record.question)).strip()
-            report = llm.last_report
-            assert (report.method, report.reused) == ("samkv-guided", TOP_K)
-            assert report.chunk_misses == {} and report.recompute_ratio < 1
-            expected = str(corpus.query_engine(full).query(record.question)).strip()
-            assert full.last_report.recompute_ratio == 1
-            assert answer == expected == record.workers
-
     def test_sources_are_the_text_that_was_ingested(self, corpus: Corpus) -> None:
         plain = corpus.index.as_retriever(similarity_top_k=TOP_K).retrieve(ASKED.question)
         response = corpus.query_engine(corpus.llm()).query(ASKED.question)

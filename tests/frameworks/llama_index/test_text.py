@@ -50,12 +50,6 @@ def settings() -> Any:
 
 
 class TestOnlyTheLlmIsSwapped:
-    def test_caches_made_at_ingest_are_found(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        assert ASKED.workers in str(ask(corpus, llm))
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-        assert llm.last_report.reused > 0 and llm.last_report.recompute_ratio < 1
-
     def test_nothing_is_looked_for_if_so_asked(self, corpus: Corpus) -> None:
         llm = corpus.llm(match_text=False)
         assert ASKED.workers in str(ask(corpus, llm))
