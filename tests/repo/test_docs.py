@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from samkv_integrations.cli.app import app
+from samkv_integrations.errors import MISS_REASONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -141,6 +142,11 @@ def test_the_table_of_methods_is_that_of_the_command() -> None:
     done = CliRunner().invoke(app, ["methods", "--markdown"])
     assert done.exit_code == 0
     assert done.stdout.strip() in (DOCS / "methods.md").read_text(encoding="utf-8")
+
+
+def test_every_reason_of_a_miss_is_explained() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert [reason for reason in MISS_REASONS if f"\n| `{reason}` | " not in page] == []
 
 
 DOTTED = re.compile(r"`((?:samkv_integrations|langchain_samkv|llama_index)\.[\w.]+\w)`")

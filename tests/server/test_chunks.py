@@ -12,8 +12,7 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.chunks import Chunks
-from samkv_integrations.errors import InvalidChunk, StoreError
+from samkv_integrations.errors import StoreError
 from samkv_integrations.server import chunks as routes
 from tests.support.records import TEXTS
 from tests.support.served_town import BLUE, KEYS, RED, Town
@@ -65,23 +64,6 @@ async def test_a_text_that_cannot_be_cached_does_not_keep_others_from_it(
     assert "context window" in found["data"][3]["error"]
     assert "surrogate" in found["data"][4]["error"]
     assert all(town.engine().is_cached(text) for text in TEXTS[:3])
-
-
-async def test_a_chunk_beyond_store_bits_is_found_among_others(
-    town: Town, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute = Chunks.compute
-
-    def picky(self: Chunks, chunks: Any, **options: Any) -> None:
-        if any(ref.text == TEXTS[1] for ref in chunks):
-            raise InvalidChunk("beyond store_bits")
-        compute(self, chunks, **options)
-
-    monkeypatch.setattr(Chunks, "compute", picky)
-    found = await town.json("POST", PATH, {"texts": TEXTS[:3]}, status=400)
-    assert found["error"]["param"] == "texts.1"
-    assert [one["key"] is None for one in found["data"]] == [False, True, False]
-    assert (await town.json("GET", PATH))["chunks"] == 2
 
 
 async def test_a_store_that_fails_says_what_it_took(

@@ -203,23 +203,6 @@ class TestUpdate:
 
 
 class TestDelete:
-    def test_shared_texts_stay_while_someone_needs_them(
-        self, either: SamKVChroma, engine: Engine
-    ) -> None:
-        other = SamKVChroma("lc-other", Letters(), client=client_of(either), engine=engine)
-        either.add_texts([TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[2]], ids=["a", "b", "cd", "d"])
-        other.add_texts([TEXTS[1]], ids=["a"])
-        either.delete(["a", "b", "nobody"])
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.delete("cd")  # type: ignore[arg-type]  # one id, as Chroma takes it
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        assert set(records(either)) == {"d"}
-        either.delete(["d"])
-        assert files(either) == keys_of(either, TEXTS[1])
-        other.delete(["a"])
-        assert not files(either)
-        other.delete_collection()
-
     def test_by_what_documents_hold(self, either: SamKVChroma) -> None:
         titles = [{"$contains": text.split("\n")[0]} for text in TEXTS]
         either.add_texts(TEXTS[:4], [{"kind": x} for x in "xyxy"], list("abcd"))
