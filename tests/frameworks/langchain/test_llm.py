@@ -7,7 +7,7 @@ import copy
 import pickle
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -693,6 +693,22 @@ class TestManyAtOnce:
 class TestCallersThatGoAway:
     """Nothing is computed for them any more, and nobody else has to wait."""
 
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_closed_stream(self, engine: Engine, kind: type, steps: Steps) -> None:
+        model = kind(engine=engine, max_tokens=100)
+        steps.hold()
+        steps.allow(5)
+        stream: Iterator[Any] = model.stream(ENDLESS)
+        next(stream)
+        next(stream)
+        stream.close()
+        assert list(stream) == [] and model.last_report is None
+        steps.release()
+        for _ in model.stream(ENDLESS):
+            break
+        assert steps.of_the_first <= 6  # one of them was under way
+        assert SamKV(engine=engine, max_tokens=12).invoke(prompt_about(kind=SamKV)).strip()
+
     @pytest.mark.parametrize("form", ["ainvoke", "astream"])
     @pytest.mark.parametrize("kind", KINDS)
     def test_cancelled_task(self, engine: Engine, kind: type, form: str, steps: Steps) -> None:
@@ -721,3 +737,19 @@ class TestCallersThatGoAway:
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         asyncio.run(cancel_on_the_way())
+
+    def test_failure_on_the_way(self, chat: ChatSamKV, llm: SamKV, steps: Steps) -> None:
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        steps.on_step = fail
+        for model in (chat, llm):
+            pieces = []
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                for piece in model.stream(ENDLESS):
+                    pieces.append(piece)
+            assert pieces  # what was decided before is not lost
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                asyncio.run(model.ainvoke(ENDLESS))
+        steps.on_step = lambda: None
+        assert chat.invoke(prompt_about()).content == f" {ASKED.workers}"

@@ -18,7 +18,7 @@ from llama_index.core.llms import ChatMessage, MessageRole
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption, PromptTooLong, UnknownOption
+from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
 from tests.support.handles import HANDLE, issued
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.models import tiny_model
@@ -225,6 +225,13 @@ class TestPrompts:
         assert not llm.metadata.is_chat_model
         llm.chat([ChatMessage(role="user", content="Hi")])
         assert prompts == ["user: Hi\nassistant: "]
+
+    def test_a_cut_handle_raises(self, corpus: Corpus) -> None:
+        llm, handle = corpus.llm(), issued(corpus.engine, ASKED.text)
+        with pytest.raises(HandleError, match="something cut"):
+            llm.complete(f"Documents:\n\n{handle[:20]}")
+        with pytest.raises(HandleError, match="something cut"):
+            llm.chat([ChatMessage(role="user", content=f"{handle[2:]} and so on")])
 
 
 class TestTokenCounter:
