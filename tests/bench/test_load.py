@@ -1,4 +1,4 @@
-"""Requests of the benchmark `serve`, one by one and at once, against a server of the tests."""
+"""Requests of the benchmark `serve`, one by one, and when they are due."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ async def asked(url: str, prompt: Prompt = "Say.", method: str | None = None, **
     async with Client(Endpoint(url=url, **of)) as client:
         await client.pick_model()
         return await client.ask(prompt, label="m", index=3, method=method)
-
-
-# -- one request --------------------------------------------------------------------------------
 
 
 async def test_an_answer_is_timed_and_its_tokens_are_those_of_the_server() -> None:
@@ -59,9 +56,6 @@ async def test_what_goes_wrong_is_named(
     assert record.error == kind
     assert record.message.startswith(message)
     assert record.completion_tokens == n_texts
-
-
-# -- many requests ------------------------------------------------------------------------------
 
 
 def test_arrivals_are_those_of_a_poisson_process_with_a_seed() -> None:

@@ -35,9 +35,6 @@ async def sent(
                     for b in bodies]  # fmt: skip
 
 
-# -- methods in turns ---------------------------------------------------------------------------
-
-
 async def test_methods_take_turns_on_the_same_prompts_and_every_second_round_backwards() -> None:
     blocks, requests = await sent(config())
     assert requests[:2] == [("auto", 0), ("recompute", 0)]  # warm up, and do not count

@@ -1,4 +1,4 @@
-"""Figures as text, and the commit that they name."""
+"""The commit that figures name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transform of LlamaIndex in an actor of Ray, made of plain arguments."""
+"""The transform in the ingestion pipeline of LlamaIndex that runs on Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluation of the reference model asks what its tables say, and leaves no cell out."""
+"""The evaluation of the reference model: its rows, its controls, and the caches of its methods."""
 
 from __future__ import annotations
 

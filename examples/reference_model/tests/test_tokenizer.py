@@ -1,4 +1,4 @@
-"""The recipe's tokenizer: what it cuts where, what it keeps, and the folder that is written."""
+"""The tokenizer of the recipe: texts come back as they were, and transformers loads its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes, prompts and tokens of the reference model's training, read back by other means."""
+"""Training draws no held-out name, and asks with the prompt of the package."""
 
 from __future__ import annotations
 
