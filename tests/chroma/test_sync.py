@@ -121,12 +121,6 @@ class TestBuildAndLink:
         only = link.engine.key_of(TEXTS[0])
         assert linked(link) == {"a": None, "b": None, "c": None, "d": only}
 
-    def test_links_without_building(self, link: ChromaLink) -> None:
-        add_raw(link, {"a": TEXTS[0]})
-        assert counts(link.sync(build_missing=False)) == (1, 0, 1, 0, 0, 0)
-        assert not cached(link)
-        assert linked(link) == {"a": link.engine.key_of(TEXTS[0])}
-
     def test_follows_a_text_that_was_changed_past_it(self, link: ChromaLink) -> None:
         add(link, {"a": TEXTS[0], "b": TEXTS[1]})
         link.collection.update(ids=["a"], documents=[TEXTS[2]], embeddings=[VECTOR])

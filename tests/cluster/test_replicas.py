@@ -11,7 +11,7 @@ import pytest
 from samkv_integrations.cluster.serve import Replicas, reason_in, without_request_id
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import get_method
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import ServerSource
@@ -113,27 +113,6 @@ def test_ray_takes_what_it_is_told() -> None:
 )
 def test_why_no_replica_begins(message: str, reason: str) -> None:
     assert reason_in(message) == reason
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"n_replicas": 0},
-        {"n_cpus": 0},
-        {"least": 1},
-        {"n_replicas": 2, "least": 3, "most": 5},
-        {"n_replicas": 2, "least": 1, "most": 1},
-        {"address": "nowhere"},
-    ],
-)
-def test_numbers_that_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption):
-        Replicas(**wrong)
-
-
-def test_a_route_that_there_is_not() -> None:
-    with pytest.raises(UnknownOption, match="did you mean 'load'"):
-        Replicas(route="laod")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

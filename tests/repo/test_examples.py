@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import make_town_records as script
 from reference_model.world import World, is_held_out
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
 from tests.support.records import builtin
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -84,37 +80,6 @@ def test_tokens_of_a_document_do_not_merge_with_its_neighbours(
     assert model.tokenize("".join(parts), special=False) == sum(apart, [])
     lengths = [len(ids) for ids in apart[1:-1:2]]
     assert (min(lengths), max(lengths)) == expected  # as the README says
-
-
-def test_full_prefill_answers_every_question() -> None:
-    """With five others of its kind, in float32, in which a near tie does not depend on the CPU."""
-    world = World.load()
-    records, questions = script.make_records(
-        world, random.Random(script.SEED), list(world.facts), script.RECORDS_PER_KIND
-    )
-    kinds = {q.title: q.kind for q in questions}
-    by_id = {q.id: q for q in questions}
-    model = load_model("builtin", device="cpu", dtype="float32")
-    wrong = []
-    for row in rows_of(TOWN):
-        q = by_id[row["id"]]
-        rng = random.Random(f"{q.id}/0")
-        others = sorted(t for t, kind in kinds.items() if kind == q.kind and t != q.title)
-        titles = [*rng.sample(others, 5), q.title]
-        rng.shuffle(titles)
-        context = "".join(f"[{t}]\n{records[t]}\n\n" for t in titles)
-        if full_prefill(model, f"{HEADER}{context}Question: {q.question}\nAnswer:") != q.answer:
-            wrong.append(q.id)
-    assert not wrong
-
-
-def full_prefill(model: Model, prompt: str) -> str:
-    """The greedy answer of the plain transformers model, which no code of ours touches."""
-    ids = torch.tensor([[1, *model.tokenize(prompt, special=False)]])
-    out = model.hf.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
-    )
-    return model.detokenize(out[0, ids.shape[1] : -1].tolist()).strip()
 
 
 def test_each_question_of_the_paragraphs_has_an_answer_that_one_of_them_states() -> None:
