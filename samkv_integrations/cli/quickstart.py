@@ -6,16 +6,14 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ingest import find_documents
-from samkv_integrations.cli.loading import BUILTIN, engine_of
+from samkv_integrations.cli.loading import BUILTIN, Index, Ingested
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.formatting import Row, count, ratio, seconds
@@ -23,7 +21,8 @@ from samkv_integrations.formatting import Row, count, ratio, seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samkv_integrations.evaluation.questions import Question
+    from samkv_integrations.engine.engine import Engine
+    from samkv_integrations.evaluation import Question
 
 FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
 COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
@@ -44,19 +43,8 @@ The built-in model was trained on questions and documents of the samples' kind. 
 answers nonsense with every method, full prefill included."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Samples:
-    """Documents, name -> text, and questions about them. The rest: see `Quickstart`."""
-
-    texts: Mapping[str, str]
-    questions: Sequence[Question]
-    top_k: int
-
-
 def quickstart(
-    model: args.ModelName = SMOLLM2,
-    documents: args.SampleFolder = None,
-    questions: args.SampleQuestions = None,
+    model: args.ModelName = SMOLLM2, documents: args.SampleFolder = None,
     folder: args.Folder = Path(".samkv/quickstart"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """The whole way: index documents, ask about them through LlamaIndex, compare the methods.
@@ -67,16 +55,16 @@ def quickstart(
     from tqdm.auto import tqdm
 
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.evaluation.judge import is_in_documents, is_right
+    from samkv_integrations.evaluation import is_in_documents, is_right, read_questions
 
     out = tables.console(stderr=as_json)
-    samples = _samples(model, documents, questions)
     try:  # the connector, which alone may import LlamaIndex
         made = importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
     except ModuleNotFoundError as error:
         raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
+    samples = _samples_of(model, documents)
     try:
-        engine = engine_of(model, folder / "kv", "auto", "auto", None, exact_beginnings=False)
+        engine = _engine(model, folder)
     except (MissingExtra, ModelNotFound) as error:
         if model != SMOLLM2:
             raise
@@ -84,77 +72,73 @@ def quickstart(
         out.print(
             f"No real model: {error}\nThis goes on with the built-in one, which is for tests."
         )
-        samples = _samples(model, documents, questions)
-        engine = engine_of(model, folder / "kv", "auto", "auto", None, exact_beginnings=False)
+        samples = _samples_of(model, documents)
+        engine = _engine(model, folder)
+    texts, questions = _texts_in(samples, model), read_questions(samples / "questions.jsonl")
+    # the archive's documents are shorter than a chunk
     run = made(
-        engine, folder, chunk_tokens=CHUNK_TOKENS, top_k=samples.top_k,
+        engine, folder, chunk_tokens=CHUNK_TOKENS, top_k=5 if model == BUILTIN else 2,
         max_new_tokens=ANSWER_TOKENS,
     )  # fmt: skip
-    done = run.ingest(samples.texts)
-    out.print(f"{count(len(samples.texts), 'document')}, {count(done.n_records, 'chunk')} in "
-              f"Chroma: {done.n_cached} prefilled now, {done.n_hit} already cached "
-              f"({seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} written to "
-              f"{folder / 'kv'})")  # fmt: skip
+    n_chunks, n_cached = run.ingest(texts)
+    out.print(
+        f"{count(len(texts), 'document')}, {count(n_chunks, 'chunk')} in Chroma: {n_cached} "
+        f"prefilled now, {n_chunks - n_cached} already cached in {folder / 'kv'}"
+    )
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
-    run.engine = with_beginnings  # which has then seen the head of the prompts
-    run.ask(samples.questions[0].question, "reuse")  # the first answer of a process is slow
-    run.engine = engine
+    # which has then seen the head of the prompts; the first answer of a process is slow, too
+    run.ask(with_beginnings, questions[0].question, "reuse")
     rows: list[Row] = []
-    shown: str | None = None
-    for one in tqdm(samples.questions, desc="asking", leave=False):
-        replies = {name: run.ask(one.question, name) for name in (FULL, "reuse")}
-        run.engine = with_beginnings
+    is_shown = False
+    for one in tqdm(questions, desc="asking", leave=False):
+        replies = {name: run.ask(engine, one.question, name) for name in (FULL, "reuse")}
         for name in (DEFAULT, AGAIN):
-            replies[name] = run.ask(one.question, DEFAULT)
+            replies[name] = run.ask(with_beginnings, one.question, DEFAULT)
             with_beginnings.make_beginnings()
-        run.engine = engine
+        full, gold = replies[FULL], one.answers
         for name, reply in replies.items():
-            full = replies[FULL]
             rows.append({
-                "question": one.question, "expected": list(one.answers), "answer": reply.text,
-                "right": is_right(reply.text, one.answers) if one.answers else None,
-                "can_be_copied": (
-                    is_in_documents(one.answers, reply.chunks) if one.answers else None
-                ),
+                "question": one.question, "expected": list(gold), "answer": reply.text,
+                "right": is_right(reply.text, gold) if gold else None,
+                "can_be_copied": is_in_documents(gold, reply.chunks) if gold else None,
                 "sources": list(reply.sources), **reply.report.to_dict(),
                 "answer_s": reply.seconds, "answer_ratio": reply.seconds / full.seconds,
                 "ttft_ratio": reply.report.ttft_s / full.report.ttft_s,
                 "method": name,
             })  # fmt: skip
         # the first that full prefill answers; the table counts all
-        if shown is None and is_right(replies[FULL].text, one.answers):
-            shown = _side_by_side(one, replies)
+        if not is_shown and is_right(full.text, gold):
+            is_shown = True
             with tqdm.external_write_mode():
-                out.print(shown, soft_wrap=True)
+                out.print(_side_by_side(one, replies), soft_wrap=True)
     if as_json:
         tables.write_json("quickstart", model, rows)
     else:
-        _show(rows, len(samples.questions), model, out)
+        _show(rows, len(questions), model, out)
 
 
-def _samples(model: str, folder: Path | None, questions: Path | None) -> _Samples:
-    """Documents and questions about them: those of a folder, else those that suit the model.
+def _engine(model: str, folder: Path) -> Engine:
+    return Index(folder=folder).engine(Ingested(model=model), exact_beginnings=False)
 
-    Raises InvalidOption if they are not there.
-    """
-    from samkv_integrations.evaluation.questions import read_questions
 
-    is_archive = model == BUILTIN
-    sample = ARCHIVE if is_archive else PARAGRAPHS
-    given, folder = folder, folder or sample
+def _samples_of(model: str, given: Path | None) -> Path:
+    """The folder of the documents. Raises InvalidOption if it does not exist."""
+    folder = given or (ARCHIVE if model == BUILTIN else PARAGRAPHS)
     if not folder.is_dir():
         raise InvalidOption(
             f"{folder} is not a folder; run this where the sample documents are (a checkout of "
             "the repository), or name a folder with --documents"
         )
+    return folder
+
+
+def _texts_in(folder: Path, model: str) -> dict[str, str]:
+    """Name -> text of each document."""
     texts = {file.name: read_text(file) for file in find_documents([folder]).files}
-    if given is None and not is_archive:  # so that chunks are as long as those of most users
+    if folder == PARAGRAPHS and model != BUILTIN:  # so that chunks are as long as most users' are
         texts = {"paragraphs": "\n\n".join(texts[name].strip() for name in sorted(texts))}
-    return _Samples(
-        texts=texts, questions=read_questions(questions or folder / "questions.jsonl"),
-        top_k=5 if is_archive else 2,  # the archive's documents are shorter than a chunk
-    )  # fmt: skip
+    return texts
 
 
 def _side_by_side(question: Question, replies: Mapping[str, Any]) -> str:

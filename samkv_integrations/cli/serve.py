@@ -7,7 +7,6 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import typer
 
@@ -45,17 +44,16 @@ def serve(
     max_tokens: args.ServedTokens = 1024, max_body: args.MaxBody = "8MB",
     timeout: args.Timeout = None, grace: args.EndGrace = 30, log_prompts: args.LogPrompts = False,
     on_ray: args.ServedOnRay = False, ray_address: args.RayAddress = None,
-    replicas: args.Replicas = None, min_replicas: args.MinReplicas = None,
-    max_replicas: args.MaxReplicas = None, replica_cpus: args.ReplicaCpus = None,
-    replica_gpus: args.ReplicaGpus = None, route: args.Route = None,
+    replicas: args.Replicas = None, replica_cpus: args.ReplicaCpus = None,
+    replica_gpus: args.ReplicaGpus = None,
 ) -> None:  # fmt: skip
     """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
     docs/ray.md describe further options.
     """
-    from samkv_integrations.cluster.serve import Replicas, Route
-    from samkv_integrations.cluster.workers import require_ray
+    from samkv_integrations.cluster.serve import Replicas
+    from samkv_integrations.cluster.workers import WorkerPool, require_ray
     from samkv_integrations.engine.scheduler import Limits
 
     try:
@@ -67,11 +65,6 @@ def serve(
 
     check_options(EngineOptions, {"store_bits": index.store_bits})
     check_options(OwnAnswerOptions, {"timeout": timeout})
-    given = {
-        "--ray-address": ray_address, "--replicas": replicas, "--min-replicas": min_replicas,
-        "--max-replicas": max_replicas, "--replica-cpus": replica_cpus,
-        "--replica-gpus": replica_gpus, "--route": route,
-    }  # fmt: skip
     limits = Limits(
         max_batch=max_batch, max_waiting=max_waiting,
         max_kv_bytes=None if max_kv is None else bytes_of("--max-kv", max_kv),
@@ -79,18 +72,22 @@ def serve(
     several = None
     if on_ray:
         require_ray()
-        several = Replicas(
-            n_replicas=replicas, least=min_replicas, most=max_replicas, n_cpus=replica_cpus or 1,
-            n_gpus=replica_gpus or 0.0, address=ray_address, n_at_once=limits.max_batch,
-            n_waiting=max_waiting, route=cast(Route, route or "load"), grace_s=grace,
+        pool = WorkerPool(
+            n_workers=replicas or 2, n_cpus=replica_cpus or 1, n_gpus=replica_gpus or 0.0,
+            address=ray_address,
         )  # fmt: skip
-        if not several.n_gpus:
+        several = Replicas(pool=pool, n_at_once=max_batch, n_waiting=max_waiting, grace_s=grace)
+        if not pool.n_gpus:
             if index.device not in ("auto", "cpu"):
                 raise InvalidOption(
                     f"--device {index.device} for replicas without a GPU; give --replica-gpus"
                 )
             index = replace(index, device="cpu")
     else:
+        given = {
+            "--ray-address": ray_address, "--replicas": replicas, "--replica-cpus": replica_cpus,
+            "--replica-gpus": replica_gpus,
+        }  # fmt: skip
         require_no_ray(given, "replicas")
     keys = ApiKeys(
         _keys_text(api_keys),
@@ -148,7 +145,7 @@ def serve(
     load_tokenizer(model)  # a wrong name is found out before a replica begins
     for tenant in source.keys.tenants:  # so that none is made by two replicas at once
         ChunkStore(folder / "kv", namespace=tenant.namespace, remote=index.remote)
-    n_threads = 1 if model == BUILTIN else several.n_cpus
+    n_threads = 1 if model == BUILTIN else several.pool.n_cpus
     told, seen = threading.Event(), list[int]()
 
     def take(number: int, _: object) -> None:

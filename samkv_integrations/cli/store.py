@@ -67,7 +67,7 @@ def _prefix(named: str) -> str:
 @args.with_flags
 def sync(
     index: Index, collections: args.Collections = None, grace_s: args.Grace = 3600.0,
-    prune: args.Prune = True, build: args.Build = True, as_json: args.Json = False,
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build missing ones, delete unused ones."""
     names = list(dict.fromkeys(collections or ())) or index.database.names()
@@ -75,12 +75,7 @@ def sync(
         raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
     links = index.links(names)
     # unused caches belong to no collection: prune once, after the last one
-    done = [
-        link.sync(
-            build_missing=build, prune=prune and link is links[-1], grace_s=grace_s, progress=True
-        )
-        for link in links
-    ]
+    done = [link.sync(prune=link is links[-1], grace_s=grace_s, progress=True) for link in links]
     rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
     fields = ("collection", "n_records", "n_cached", "n_linked", "n_skipped", "n_evicted")
     cells = [tuple(str(row[name]) for name in fields) for row in rows]
@@ -91,7 +86,7 @@ def sync(
         f"{last.n_in_grace} kept for now, being young"
     )
     model = links[0].engine.model.name
-    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=model)
+    _show("sync", rows, found, said, as_json=as_json, model=model)
 
 
 @app.command(cls=args.Command)
@@ -229,8 +224,7 @@ def budget(
 
 @app.command(cls=args.Command)
 def warm(
-    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
-    chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
+    folder: args.Folder = Path(".samkv"), max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read caches into the page cache, most recently used first, for the first questions.
@@ -240,9 +234,9 @@ def warm(
     from samkv_integrations.cache.upkeep import warm as warm_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    store, keys = store_in(folder, namespace), _keys(folder, chroma, collections)
+    store = store_in(folder, namespace)
     with progress_bar("warming") as show:
-        done = warm_caches(store, keys, max_bytes=limit, progress=show)
+        done = warm_caches(store, max_bytes=limit, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
     said = f"{count(done.n_chunks, 'cache')}, {size(done.bytes_read)} read{left}"
     _show("warm", [asdict(done)], said, as_json=as_json)
@@ -273,7 +267,6 @@ def push(
 @app.command(cls=args.Command)
 def pull(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    collections: args.Collections = None, chroma: args.ChromaServer = None,
     max_bytes: args.WarmBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -281,10 +274,9 @@ def pull(
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    keys = _keys(folder, chroma, collections)
     store = _shared(folder, namespace, remote)
     with progress_bar("pulling") as show:
-        done = pull_caches(store, keys, max_bytes=limit, progress=show)
+        done = pull_caches(store, max_bytes=limit, progress=show)
     left = f", {done.n_left} left" if done.n_left else ""
     said = f"{count(done.n_chunks, 'cache')} fetched, {size(done.n_bytes)}{left}"
     _show("pull", [asdict(done)], said, as_json=as_json)
@@ -299,17 +291,6 @@ def _show(
         return
     for each in shown:
         tables.console().print(each, soft_wrap=isinstance(each, str))
-
-
-def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
-    """The keys in the records of these collections; None, for all caches, without collections."""
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.records import Records
-
-    database = Database(folder / "chroma", chroma)
-    if not collections:
-        return None
-    return {key for name in collections for key in Records(database.collection(name)).keys()}
 
 
 def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:  # noqa: ANN401

@@ -78,26 +78,6 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, lef
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
-def summary_table(rows: Sequence[Row]) -> Table:
-    """`summarise` as a table with a row for each method."""
-    from samkv_integrations.cli.answers import summarise
-
-    columns = (
-        "method", "answers\nright", "same as\nrecompute", "attended\nto", "recom-\nputed",
-        "bytes\nread", "of\nreuse", "first\ntoken", "of re-\ncompute",
-    )  # fmt: skip
-    cells = [
-        (
-            s["method"], f"{s['n_right']} of {s['n_known']}" if s["n_known"] else "-",
-            percent(s["same_share"]), percent(s["kept_ratio"]), percent(s["recompute_ratio"]),
-            size(s["bytes_read"]), percent(s["bytes_share"]), seconds(s["ttft_s"]),
-            ratio(s["ttft_ratio"]),
-        )
-        for s in summarise(rows)
-    ]  # fmt: skip
-    return table(columns, cells, gap=1)  # so that it fits into 80 columns
-
-
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, with a row for each method."""
     columns = (

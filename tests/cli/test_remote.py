@@ -64,7 +64,7 @@ def test_push_and_pull(town: Path, remote: str, tmp_path: Path) -> None:
     (some,) = rows_of("store", "pull", "--dir", folder, "--remote", remote, "--bytes", "100kB")
     assert 0 < some["n_chunks"] < 6
     assert some["n_chunks"] + some["n_left"] == 6
-    pulled = ran("store", "pull", "--dir", folder, "--remote", remote, "--collection", "documents")
+    pulled = ran("store", "pull", "--dir", folder, "--remote", remote)
     assert f"{6 - some['n_chunks']} caches fetched" in pulled
     assert files_of("second/kv") == files_of(".samkv/kv")
 

@@ -34,10 +34,6 @@ def test_sync_mends_what_went_past_it(town: Path, tiny: str) -> None:
         )
         return [tuple(row[field] for field in fields) for row in rows]
 
-    assert summary("--no-build", "--no-prune", "--collection", "documents") == [
-        ("documents", 5, 0, 0, 0, 0)
-    ]
-    assert summary("--no-build") == [("documents", 5, 0, 0, 0, 0), ("notes", 2, 0, 1, 1, 0)]
     result = run(*sync)
     assert "syncing notes" in result.stderr and "syncing" not in result.stdout
     assert "0 unused caches deleted (0 B), 1 kept for now" in result.stdout
@@ -255,21 +251,9 @@ class TestMoving:
         assert (row["n_cached"], row["n_hit"], row["bytes_on_disk"]) == (0, 6, 0)
         assert rows_of("store", "pull", *place, *there)[0]["n_chunks"] == 0
 
-    def test_of_a_collection(self, filled: ChunkStore, tiny: str, working_folder: Path) -> None:
-        (working_folder / "note.txt").write_text("A note that is long enough to be found.")
-        ran("ingest", "note.txt", "--model", tiny, "--collection", "notes")
-        notes = ("--collection", "notes")
-        assert rows_of("store", "warm", *notes)[0]["n_chunks"] == 1
-        both = ("--collection", "documents")
-        assert rows_of("store", "warm", *notes, *both)[0]["n_chunks"] == 7
-        assert "'papers'; known: documents, notes" in error_of(
-            "store", "warm", "--collection", "papers"
-        )
-
     def test_warm_reads_what_it_is_told(self, filled: ChunkStore) -> None:
         taken = filled.stats().bytes
         assert rows_of("store", "warm") == [{"n_chunks": 6, "bytes_read": taken, "n_left": 0}]
         assert "6 caches" in ran("store", "warm")
         assert ", 1 left" in ran("store", "warm", "--bytes", str(taken - 1))
         assert "samkv ingest' used" in error_of("store", "warm", "--dir", "nowhere")
-        assert "6 caches" in ran("store", "warm", "--dir", ".samkv/kv")  # the caches themselves

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from samkv_integrations import evaluation as checkup
 from samkv_integrations.engine.doctor import Check
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.evaluation import checkup
-from samkv_integrations.evaluation.judge import is_in_documents
-from samkv_integrations.evaluation.questions import Question
+from samkv_integrations.evaluation import is_in_documents
 from samkv_integrations.model.model import Model
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
@@ -26,11 +23,11 @@ FULL = "recompute"
 def checked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Check]:
     """The check where each method has so many right answers, all else is wrong."""
 
-    def made(asked: Sequence[Question] | None = None, **n_right: int) -> Check:
-        left = {FULL: 0, **dict.fromkeys(checkup.METHODS, 0)} | n_right
+    def made(**n_right: int) -> Check:
+        left = {FULL: 0, **dict.fromkeys(checkup.CHECKED_METHODS, 0)} | n_right
         if "guided" in left:
             left["samkv-guided"] = left.pop("guided")
-        gold = iter([one.answers[0] for one in asked or checkup.own_questions()])
+        gold = iter([one.answers[0] for one in checkup.own_questions()])
 
         def answer(*_: Any, method: str, **__: Any) -> SimpleNamespace:
             nonlocal now
@@ -41,7 +38,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Check]:
         now = ""
         monkeypatch.setattr(Engine, "generate", lambda engine, *a, **named: answer(*a, **named))
         model = tiny_model()
-        return checkup.right_answers(model, 16, Engine(model).costs, asked)
+        return checkup.right_answers(model, 16, Engine(model).costs, checkup.own_questions())
 
     return made
 
@@ -60,19 +57,6 @@ def test_one_fewer_of_twelve_is_no_warning(checked: Callable[..., Check]) -> Non
     assert not checked(recompute=2, reuse=1, epic=1, guided=12, auto=12).is_warning
 
 
-def test_of_questions_of_ones_own_as_large_a_share(checked: Callable[..., Check]) -> None:
-    asked = [
-        Question(question=f"Who is number {n}?", answers=(f"number {n}",), documents=("A text.",))
-        for n in range(24)
-    ]
-    others = {"epic": 20, "guided": 20, "auto": 20}
-    check = checked(asked, recompute=20, reuse=18, **others)
-    assert not check.is_warning and "of 24 questions of yours: full prefill 20," in check.detail
-    assert checked(asked, recompute=20, reuse=17, **others).is_warning
-    blind = checked(asked, recompute=2)
-    assert blind.is_warning and "cannot judge this model: ask what it can answer" in blind.detail
-
-
 @pytest.mark.parametrize("n_right", [0, 1])
 def test_a_model_that_answers_nothing_cannot_be_judged(
     checked: Callable[..., Check], n_right: int
@@ -80,12 +64,12 @@ def test_a_model_that_answers_nothing_cannot_be_judged(
     """Nothing is lost then, which is no praise of any method."""
     check = checked(recompute=n_right)
     assert check.is_warning and f"full prefill {n_right}, reuse 0, epic 0" in check.detail
-    assert "they cannot judge this model: give your own with --questions FILE" in check.detail
+    assert "they cannot judge this model; 'samkv tune' counts" in check.detail
 
 
 def test_answers_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gold is what full prefill says here: it is right, and the others where they say it too."""
-    monkeypatch.setattr(checkup, "METHODS", ("reuse",))
+    monkeypatch.setattr(checkup, "CHECKED_METHODS", ("reuse",))
     model = tiny_model()
     engine = Engine(model, store_bits=16, prefix_bytes=0)
     asked, n_same = [], 0
@@ -94,14 +78,14 @@ def test_answers_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
         full, reused = (
             engine.generate(
                 one.prompt(chat=True), one.documents, method=name,
-                max_new_tokens=checkup.ANSWER_TOKENS,
+                max_new_tokens=32,
             ).text
             for name in (FULL, "reuse")
         )  # fmt: skip
         asked.append(replace(one, answers=(full,)))
         n_same += full == reused
     check = checkup.right_answers(model, 16, engine.costs, asked)
-    assert f"of 4 questions of yours: full prefill 4, reuse {n_same};" in check.detail
+    assert f"of 4 questions over short chunks: full prefill 4, reuse {n_same};" in check.detail
 
 
 def test_the_doctors_own_questions_can_be_answered() -> None:
@@ -114,26 +98,5 @@ def test_the_doctors_own_questions_can_be_answered() -> None:
 def test_prompts_that_do_not_fit_are_a_warning() -> None:
     hf = hf_model("llama", max_position_embeddings=512)
     model = Model(hf, byte_tokenizer(bos=True), "short")
-    check = checkup.right_answers(model, 16, Engine(model).costs)
+    check = checkup.right_answers(model, 16, Engine(model).costs, checkup.own_questions())
     assert check.ok and check.is_warning and "512" in check.detail
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ('{"question": "Who?", "documents": ["A text."]}', "line 2: no answers; each line needs"),
-        ('{"question": "Who?", "answers": ["the"], "documents": ["A text."]}', "line 2: no answ"),
-        ('{"question": "Who?", "answers": ["me"]}', "so add documents or leave the line out"),
-        ('{"question": "Who?", "answers": [null], "documents": ["A text."]}', "a list of texts"),
-    ],
-)
-def test_questions_need_answers_and_documents(tmp_path: Path, line: str, told: str) -> None:
-    file, good = tmp_path / "asked.jsonl", '{"question": "?", "answers": [7], "documents": ["x"]}'
-    file.write_text(f"{good}\n{line}\n")
-    with pytest.raises(InvalidOption, match=told):
-        checkup.given_questions(file)
-    file.write_text(good)
-    assert checkup.given_questions(file)[0].answers == ("7",)
-    file.write_text("\n")
-    with pytest.raises(EmptyInput, match="holds no question"):
-        checkup.given_questions(file)

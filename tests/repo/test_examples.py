@@ -13,7 +13,7 @@ import torch
 import make_town_records as script
 from reference_model.world import World, is_held_out
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.evaluation.judge import is_in_documents
+from samkv_integrations.evaluation import is_in_documents
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from tests.support.records import builtin

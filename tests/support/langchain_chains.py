@@ -41,7 +41,7 @@ from langchain_samkv import (
 from langchain_samkv.documents import Mode
 from samkv_integrations import Engine
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.evaluation.measures import f1_words
+from samkv_integrations.evaluation import f1_words
 from tests.support.pipelines import (
     ASPECTS,
     TOP_K,

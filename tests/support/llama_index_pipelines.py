@@ -64,7 +64,7 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.evaluation.measures import f1_words
+from samkv_integrations.evaluation import f1_words
 from tests.support.pipelines import (
     TOP_K,
     TURNS,

@@ -6,7 +6,6 @@ It is ordinary LlamaIndex code, in which only `SamKVLLM`, `SamKVChromaVectorStor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.records import IngestResult
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
@@ -63,7 +61,7 @@ class Quickstart:
     """An index of a few documents, and answers from it by any method.
 
     Args:
-        engine: answers, and keeps the chunk caches.
+        engine: keeps the chunk caches.
         folder: holds the Chroma database.
         chunk_tokens: most tokens of a chunk. top_k: chunks to retrieve for a question.
         max_new_tokens: most tokens of an answer.
@@ -72,55 +70,51 @@ class Quickstart:
     def __init__(
         self, engine: Engine, folder: Path, *, chunk_tokens: int, top_k: int, max_new_tokens: int
     ) -> None:
-        self.engine, self._top_k, self._max_new_tokens = engine, top_k, max_new_tokens
+        self._engine, self._top_k, self._max_new_tokens = engine, top_k, max_new_tokens
         self._chunk_tokens = chunk_tokens
         self._collection = open_collection(folder / "chroma", "documents", create=True)
-        self._embedding = OfflineEmbedding()
         self._index: VectorStoreIndex | None = None
 
-    def ingest(self, texts: Mapping[str, str]) -> IngestResult:
+    def ingest(self, texts: Mapping[str, str]) -> tuple[int, int]:
         """Replace the documents of the collection, and cache their chunks.
 
-        texts: name -> text. Raises EmptyInput if all of them are empty.
+        texts: name -> text. Returns the number of chunks, and how many of them had no cache before.
+
+        Raises EmptyInput if all texts are empty.
         """
-        began = time.perf_counter()
-        store = self.engine.store
-        keys, n_bytes = set(store.keys()), store.stats().bytes
         documents = [
-            Document(text=text, metadata={"source": name})
+            Document(
+                text=text, metadata={"source": name},
+                # neither prompts nor embeddings hold its name
+                excluded_llm_metadata_keys=["source"], excluded_embed_metadata_keys=["source"],
+            )
             for name, text in texts.items()
             if normalise(text)
-        ]
+        ]  # fmt: skip
         if not documents:
             raise EmptyInput(f"no text in {count(len(texts), 'document')}; give some with text")
-        for document in documents:  # neither prompts nor embeddings hold its name
-            document.excluded_llm_metadata_keys = ["source"]
-            document.excluded_embed_metadata_keys = ["source"]
         of_earlier_runs = self._collection.get(include=[])["ids"]
-        vector_store = SamKVChromaVectorStore(self._collection, engine=self.engine)
+        cached_before = set(self._engine.store.keys())
+        vector_store = SamKVChromaVectorStore(self._collection, engine=self._engine)
         self._index = VectorStoreIndex.from_documents(
             documents,
             transformations=[SentenceSplitter(chunk_size=self._chunk_tokens, chunk_overlap=0)],
             storage_context=StorageContext.from_defaults(vector_store=vector_store),
-            embed_model=self._embedding,
+            embed_model=OfflineEmbedding(),
         )
-        n_cached, n_bytes = len(set(store.keys()) - keys), store.stats().bytes - n_bytes
+        n_cached = len(set(self._engine.store.keys()) - cached_before)
         if of_earlier_runs:  # only now, so that caches of unchanged texts stay
             vector_store.delete_nodes(of_earlier_runs)
-        n_records = self._collection.count()
-        return IngestResult(
-            n_records=n_records,
-            n_cached=n_cached,
-            n_hit=n_records - n_cached,
-            seconds=time.perf_counter() - began,
-            bytes_on_disk=n_bytes,
-        )
+        return self._collection.count(), n_cached
 
-    def ask(self, question: str, method: str) -> Reply:
-        """The answer of a query engine over the index. Call `ingest` first."""
+    def ask(self, engine: Engine, question: str, method: str) -> Reply:
+        """The answer of a query engine over the index. Call `ingest` first.
+
+        engine: answers, over the store of the ingest.
+        """
         assert self._index is not None, "nothing was ingested"
-        self.engine.prefixes.clear()  # so that no method reuses the prefix of another
-        llm = SamKVLLM(engine=self.engine, method=method, max_new_tokens=self._max_new_tokens)
+        engine.prefixes.clear()  # so that no method reuses the prefix of another
+        llm = SamKVLLM(engine=engine, method=method, max_new_tokens=self._max_new_tokens)
         query_engine = self._index.as_query_engine(
             llm=llm,
             similarity_top_k=self._top_k,
