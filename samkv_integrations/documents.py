@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,26 +69,10 @@ def _converted(path: Path, file: BinaryIO) -> Document:
     except Exception as error:  # each of its libraries has errors of its own
         why = str(error) or type(error).__name__  # one that is encrypted has no words
         raise InvalidOption(f"{path} cannot be read as {suffix} ({why})") from error
-    pages, title = [found.markdown], found.title
+    pages = [found.markdown]
     if suffix == ".pdf":
-        pages, title = found.markdown.removesuffix("\f").split("\f"), _title_of_pdf(file)
-    return Document(pages=tuple(pages), title=" ".join((title or "").split()))
-
-
-def _title_of_pdf(file: BinaryIO) -> str:
-    """The title in a PDF's document information, which markitdown leaves out; "" for none."""
-    from pdfminer.pdfdocument import PDFDocument
-    from pdfminer.pdfparser import PDFParser
-    from pdfminer.pdftypes import PDFObjRef
-    from pdfminer.utils import decode_text
-
-    with suppress(Exception):  # what is damaged there must not keep the text from being read
-        for info in PDFDocument(PDFParser(file)).info:  # the newest first
-            title: Any = info.get("Title")
-            # once: a reference to itself would never end
-            if text := decode_text(title.resolve() if isinstance(title, PDFObjRef) else title):
-                return text
-    return ""
+        pages = found.markdown.removesuffix("\f").split("\f")
+    return Document(pages=tuple(pages), title=" ".join((found.title or "").split()))
 
 
 def _opened(path: Path, flags: int) -> BinaryIO:

@@ -26,8 +26,8 @@ from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.option import declared
 
 REMOVED = {
-    "adapt": "ingest as it is: chunks are prefilled after made-up documents (prefix='documents')",
-    "plan": "docs/scale.md has the sizes and times that it worked out",
+    "samkv adapt": "ingest as usual, with the default prefix='documents'",
+    "samkv plan": "docs/scale.md has the sizes and times that it worked out",
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
     "--seed": "the order of questions is fixed; change the file for other ones",

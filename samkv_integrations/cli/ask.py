@@ -65,7 +65,7 @@ def ask(
         out.print(rows[0]["answer"])
     out.print(tables.sources_table(sources, texts))
     if len(rows) == 1:
-        out.print("\n".join(tables.report_lines(rows[0])))
+        out.print(str(report), soft_wrap=True)
 
 
 def _with_ratios(rows: Sequence[Row]) -> Sequence[Row]:

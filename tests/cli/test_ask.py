@@ -28,7 +28,7 @@ def test_ask_answers_and_names_its_sources(town: Path) -> None:
     shown = ran("ask", record.question, "--method", "recompute")
     assert shown.startswith(f"{record.workers}\n")
     assert "krasplex-systems.txt" in shown and f"[{record.name}]" in shown
-    assert "4 chunks found, 0 reused, 4 computed with the prompt" in shown
+    assert "recompute: 0 of 4 chunks reused" in shown
     (row,) = rows_of("ask", record.question, "--top-k", "4")
     assert REPORT_FIELDS | {"question", "answer", "answer_s", "sources"} == set(row)
     assert len(row["sources"]) == 4 and row["sources"][0].endswith("/krasplex-systems.txt")
@@ -48,7 +48,6 @@ def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
     (row,) = rows_of(*evicting)
     assert row["eviction"] == "h2o"
     assert 0.4 < row["decode_kv_bytes"] / row["kv_bytes"] <= 0.5
-    assert "at the end with h2o" in ran(*evicting)
 
 
 def test_ask_says_what_is_wrong_with_an_eviction(town: Path) -> None:
@@ -90,8 +89,6 @@ def test_a_comparison_is_a_line_an_answer(town: Path, monkeypatch: pytest.Monkey
     shown = ran(*ask)
     assert re.search(rf"^recompute +It is {RECORDS[0].workers} +100 % +100 %", shown, re.M), shown
     assert re.search(r"^reuse +It is \S+ +100 % +\d %", shown, re.M), shown
-    (of_one,) = ran(*ask[:2], "--method", "recompute").splitlines()[-1:]
-    assert of_one.startswith("recomputed 100 % of the chunks' tokens, read")
 
 
 @pytest.mark.parametrize(
