@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -20,12 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.documents import read_text
-from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.doctor import SAMPLES, Check, examine
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import EmptyInput, InvalidOption, PromptTooLong
+from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import rag_prompt
@@ -35,23 +31,6 @@ ANSWER_TOKENS = 16
 
 YES_NO = frozenset(("yes", "no"))
 _RESAMPLES = 10_000
-FURTHER_QUESTIONS = (
-    ("When was the harbour of Ostmere built?", ("1874",)),
-    ("What colour is the lighthouse?", ("green",)),
-    ("How many trains a day run to Ostmere?", ("two", "2")),
-    ("Which bread does the bakery sell?", ("rye",)),
-    ("How many people does the ferry take?", ("sixty", "60")),
-    ("Why is the clock of the town hall slow?", ("storm",)),
-    ("What grows in the garden of the school?", ("beans",)),
-)
-"""Questions and their right answers: a dozen with those of `SAMPLES`."""
-
-CHECKED_METHODS = ("reuse", "epic", "samkv-guided", "auto")
-"""Methods whose right answers are counted and compared with full prefill's."""
-
-ONE_IN = 12
-"""A method may lose one right answer in so many without a warning."""
-
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -221,63 +200,3 @@ def kl(full: Tensor, other: Tensor) -> Tensor:
     # 0 where full prefill's probability is 0, also if the other's is: 0 * inf is no number
     terms = torch.where(share > 0, share * (theirs - mine), 0.0)
     return terms.sum(-1).clamp_min(0)  # rounding may make it slightly negative
-
-
-# -- of the doctor --------------------------------------------------------------------------------
-
-
-def own_questions() -> list[Question]:
-    """The built-in questions. Each is asked over all chunks of `SAMPLES`, rotated by its number."""
-    chunks = list(dict.fromkeys(chunk for *_, of_one in SAMPLES for chunk in of_one))
-    asked = [(question, answers) for question, answers, _ in SAMPLES] + [*FURTHER_QUESTIONS]
-    turns = [place % len(chunks) for place in range(len(asked))]
-    return [
-        Question(question=question, answers=answers, documents=(*chunks[n:], *chunks[:n]))
-        for n, (question, answers) in zip(turns, asked, strict=True)
-    ]
-
-
-def checkup(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
-    """Run the checks of `examine`, then `right_answers`; yields each as soon as it is done.
-
-    store: where the measured cost of passes is kept.
-    """
-    bits, costs = yield from examine(model, store)
-    yield right_answers(model, bits, costs, own_questions())
-
-
-def right_answers(model: Model, bits: int, costs: CostModel, asked: Sequence[Question]) -> Check:
-    """Count the right answers of each method, with the questions' documents stored in ``bits``.
-
-    Warns if a method loses more than one right answer in `ONE_IN`. Warns as well if full prefill
-    has no more right answers than that, because such questions cannot judge the model.
-
-    costs: what ``auto`` estimates with.
-    """
-    engine = Engine(model, store_bits=bits, prefix_bytes=0)
-    engine.costs = costs
-    right = dict.fromkeys(("recompute", *CHECKED_METHODS), 0)
-    try:
-        for one in asked:
-            engine.cache_chunks(one.documents)
-            prompt = one.prompt(chat=model.asks_in_chat)
-            for name in right:
-                answer = engine.generate(prompt, one.documents, method=name, max_new_tokens=32)
-                right[name] += is_right(answer.text, one.answers)
-    except PromptTooLong as error:
-        return Check(name="answers", ok=True, is_warning=True, detail=str(error))
-    n, full = len(asked), right.pop("recompute")
-    fewer = [name for name, mine in right.items() if ONE_IN * (full - mine) > n]
-    is_blind = ONE_IN * full <= n
-    if is_blind:
-        verdict = "full prefill has nearly none, so they cannot judge this model"
-    else:
-        verdict = f"{', '.join(fewer)}: fewer than full prefill" if fewer else "none loses many"
-    counts = ", ".join(f"{name} {mine}" for name, mine in right.items())
-    return Check(
-        name="answers",
-        ok=True,
-        is_warning=bool(fewer) or is_blind,
-        detail=f"right answers, of {n} questions over short chunks: full prefill {full}, {counts}; "
-        f"{verdict}; 'samkv tune' counts them on your documents",
-    )

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
-    from samkv_integrations.cluster import ClusterIngest
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -140,7 +139,7 @@ def ingest(
         Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
     )  # fmt: skip
     records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
-    done: IngestResult | ClusterIngest
+    done: IngestResult
     failed: list[dict[str, str]] = []
     if pool is None:
         done = link.add(*records, progress=True)
@@ -151,8 +150,9 @@ def ingest(
             kv_remote=index.remote,
         )  # fmt: skip
         with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends
-            done = add_on_ray(link, source, *records, pool=pool, progress=True)
-        failed = [{"id": read.ids[at], "why": why} for at, why in done.failed.items()]
+            by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
+        done = by_workers
+        failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
     _delete_outdated(link, read)
 
     skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
@@ -178,20 +178,19 @@ def ingest(
         row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
         tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
     else:
-        n_released = getattr(done, "n_released", 0)  # which workers do not count
-        tables.console().print(
+        lines = [
             f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-            f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached\n"
-            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added"
-            + (f", {count(n_released, 'cache')} of replaced texts deleted" if n_released else "")
-            + (
-                f"\n{done.n_evicted} of these chunks were evicted again, for want of room; "
-                "'samkv store budget' gives more"
-                if done.n_evicted
-                else ""
-            ),
-            soft_wrap=True,
-        )
+            f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
+            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added",
+        ]
+        if done.n_released:
+            lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")
+        if done.n_evicted:
+            lines.append(
+                f"{done.n_evicted} of these chunks were evicted again, for want of room; 'samkv "
+                "store budget' gives more"
+            )
+        tables.console().print("\n".join(lines), soft_wrap=True)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
 

@@ -218,16 +218,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         without.__dict__.pop("engine", None)
         return super(LocalLLM, without).__getstate__()
 
-    if not TYPE_CHECKING:  # type checkers would accept any attribute, and no argument
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            if args:
-                name = "engine" if isinstance(args[0], Engine) else "model"
-                raise InvalidOption(
-                    f"{type(self).__name__}({args[0]!r}); arguments need their names, give "
-                    f"{name}={args[0]!r}"
-                )
-            super().__init__(**kwargs)
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:  # noqa: ANN401
             if name == "engine":

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
 
-from samkv_integrations import evaluation as checkup
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine import doctor
 from samkv_integrations.engine.costs import name_of
@@ -23,16 +22,13 @@ from tests.support.models import SHAPE
 def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take longest, and have their own tests."""
     monkeypatch.setattr(doctor, "SAMPLES", doctor.SAMPLES[:3])
-    monkeypatch.setattr(checkup, "SAMPLES", doctor.SAMPLES[:3])
-    monkeypatch.setattr(checkup, "FURTHER_QUESTIONS", ())
-    monkeypatch.setattr(checkup, "CHECKED_METHODS", ("reuse",))
 
 
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
     rows = rows_of("doctor", "--model", tiny)
     assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)
     checks = [Check(name="rotation", ok=True, detail="off by 0")]
-    monkeypatch.setattr(checkup, "checkup", lambda model, store: iter(checks))
+    monkeypatch.setattr(doctor, "examine", lambda model, store: iter(checks))
     told = " ".join(ran("doctor", "--model", tiny, "--dtype", "bfloat16").split())
     assert told.endswith("in bfloat16 on cpu: computed as by transformers")
     checks = [Check(name="rotation", ok=False, detail="off by 3")]
