@@ -40,7 +40,7 @@ def read_text(path: Path) -> str:
 def read_document(path: Path, *, follows_links: bool = False) -> Document:
     """A document of one of `SUFFIXES`, whose text is UTF-8, as Markdown; pages of a PDF as text.
 
-    follows_links: else ``path`` must be a regular file when it is opened.
+    follows_links: whether ``path`` may be a symbolic link.
 
     Raises:
         InvalidOption: it is something else, or cannot be read.
@@ -66,8 +66,8 @@ def _converted(path: Path, file: BinaryIO) -> Document:
     about = StreamInfo(extension=suffix, charset="utf-8")
     try:
         found = convert(file, about)
-    except Exception as error:  # each of its libraries has errors of its own
-        why = str(error) or type(error).__name__  # one that is encrypted has no words
+    except Exception as error:  # each converter's library has its own errors
+        why = str(error) or type(error).__name__  # the error of an encrypted PDF has no message
         raise InvalidOption(f"{path} cannot be read as {suffix} ({why})") from error
     pages = [found.markdown]
     if suffix == ".pdf":

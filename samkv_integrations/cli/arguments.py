@@ -138,13 +138,10 @@ SameDtype = Annotated[
 ]
 Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
-CacheBits = Annotated[int | None, _option(_described(CacheOptions, "store_bits"), "--store-bits")]
-SameBits = Annotated[
+StoreBits = Annotated[
     int | None,
     _option(
-        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"),
-        "--store-bits",
-        hidden=True,
+        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"), "--store-bits"
     ),
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened

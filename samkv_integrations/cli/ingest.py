@@ -84,7 +84,7 @@ class Read:
 
 def ingest(
     paths: args.Paths, index: Index,
-    collection: args.Collection = "documents", store_bits: args.CacheBits = None,
+    collection: args.Collection = "documents",
     chunk_size: args.ChunkSize = 512, max_bytes: args.IngestBudget = None,
     on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
     workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
@@ -115,7 +115,7 @@ def ingest(
             "--ray-address": ray_address, "--workers": workers, "--worker-cpus": worker_cpus,
             "--worker-gpus": worker_gpus,
         }  # fmt: skip
-        require_no_ray(given, "workers")
+        require_no_ray(given)
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
@@ -125,7 +125,7 @@ def ingest(
     model = before.model
     # where workers compute, this process only reads texts
     here = index if pool is None else replace(index, device="cpu")
-    engine = here.engine(replace(before, store_bits=store_bits), limit)
+    engine = here.engine(before, limit)
     read = read_chunks(found.files, engine.model, chunk_size)
     if not read.texts:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
@@ -204,7 +204,7 @@ def _delete_outdated(link: ChromaLink, read: Read) -> None:
 
 
 class _StoreAlone:
-    """Stands in for an engine where a link only deletes, which needs no model."""
+    """Replaces the engine of a link that only deletes, so that no model is loaded."""
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store

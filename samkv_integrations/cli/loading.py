@@ -129,7 +129,7 @@ class Index:
     model: args.SameModel = None
     device: args.Device = "auto"
     dtype: args.SameDtype = None
-    store_bits: args.SameBits = None
+    store_bits: args.StoreBits = None
     namespace: args.Namespace = ""
     remote: args.Remote = None
 
@@ -317,8 +317,8 @@ def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def require_no_ray(given: Mapping[str, object], what: str) -> None:
+def require_no_ray(given: Mapping[str, object]) -> None:
     """Raises InvalidOption for an option that has no effect without ``--ray``."""
     for option, value in given.items():
         if value is not None:
-            raise InvalidOption(f"{option} {value} is about {what} on Ray; give --ray too")
+            raise InvalidOption(f"{option} {value} has no effect without --ray; give --ray too")

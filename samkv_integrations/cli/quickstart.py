@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.evaluation import Question
 
 FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
 COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
@@ -87,7 +86,7 @@ def quickstart(
     )
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
-    # which has then seen the head of the prompts; the first answer of a process is slow, too
+    # a first answer is slow, and an exact beginning needs a head that an earlier prompt had
     run.ask(with_beginnings, questions[0].question, "reuse")
     rows: list[Row] = []
     is_shown = False
@@ -111,7 +110,8 @@ def quickstart(
         if not is_shown and is_right(full.text, gold):
             is_shown = True
             with tqdm.external_write_mode():
-                out.print(_side_by_side(one, replies), soft_wrap=True)
+                out.print(f"\n{one.question} (right: {gold[0]})", soft_wrap=True)
+                out.print(tables.comparison_table(rows[-len(COMPARED) :]))
     if as_json:
         tables.write_json("quickstart", model, rows)
     else:
@@ -139,25 +139,6 @@ def _texts_in(folder: Path, model: str) -> dict[str, str]:
     if folder == PARAGRAPHS and model != BUILTIN:  # so that chunks are as long as most users' are
         texts = {"paragraphs": "\n\n".join(texts[name].strip() for name in sorted(texts))}
     return texts
-
-
-def _side_by_side(question: Question, replies: Mapping[str, Any]) -> str:
-    """The answers to one question by full prefill and by the default, with their times."""
-    lines = ["", question.question]
-    if question.answers:
-        lines.append(f"  (right: {question.answers[0]})")
-    for name, title in (
-        (FULL, "full prefill"),
-        (DEFAULT, "samkv's default"),
-        (AGAIN, "asked again"),
-    ):
-        reply = replies[name]
-        lines += [
-            f"  {title}: first token {seconds(reply.report.ttft_s)}, whole answer "
-            f"{seconds(reply.seconds)}",
-            f"    {' '.join(reply.text.split())}",
-        ]
-    return "\n".join(lines)
 
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:

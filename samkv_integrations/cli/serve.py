@@ -88,7 +88,7 @@ def serve(
             "--ray-address": ray_address, "--replicas": replicas, "--replica-cpus": replica_cpus,
             "--replica-gpus": replica_gpus,
         }  # fmt: skip
-        require_no_ray(given, "replicas")
+        require_no_ray(given)
     keys = ApiKeys(
         _keys_text(api_keys),
         Tenant(namespace=index.namespace, collections=tuple(collection or ())),
@@ -120,7 +120,7 @@ def serve(
     def say(at: str) -> None:
         typer.echo(f"samkv: serving {source.settings.model_name} on {at}/v1", err=True)
 
-    with listen_on(host, port, source.keys) as listening:  # before a model is loaded for nothing
+    with listen_on(host, port, source.keys) as listening:  # before the model, which loads slowly
         database = source.database()
         for tenant in source.keys.tenants:
             for wanted in tenant.collections:

@@ -28,7 +28,7 @@ PIPE_WIDTH = 100
 
 
 class _Console(Console):
-    """Shows texts without their escape sequences, which rich lets through."""
+    """A console that replaces control characters, which rich would pass to the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
         return super().render_str(visible(text), **options)

@@ -46,7 +46,7 @@ class ClusterIngest(IngestResult):
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
-"""Called with the positions of texts whose caches exist now, and of those without one, and why."""
+"""Called with the positions of a page of texts, and position -> reason of each without a cache."""
 
 
 def cache_on_ray(
@@ -224,8 +224,8 @@ def _by_workers(
         except ray.exceptions.RayError as error:
             raise ClusterError(
                 f"the ingest on Ray ended ({reason_in(str(error))}); what was cached stays, so "
-                "begin it again once the cluster works. If workers end over and over, give each "
-                "more memory, or split the texts smaller"
+                "restart it once the cluster works. If workers are killed again, give each more "
+                "memory, or use smaller chunks"
             ) from error
 
 
@@ -264,7 +264,7 @@ class CacheWorker:
         """
         failed = dict[int, str]()
         chunks = self._engine.chunks
-        # Also those that a killed worker has cached, so that the pass is the same.
+        # Compute chunks that a killed worker has cached, too: the batch must stay the same.
         refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
         try:
             chunks.compute(refs)

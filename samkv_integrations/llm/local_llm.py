@@ -169,7 +169,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     _last_report: Report | None = PrivateAttr(default=None)
 
-    # -- from arguments to an engine ------------------------------------------------------------
+    # -- building the engine --------------------------------------------------------------------
 
     def _use(self) -> None:
         self._check()
@@ -194,7 +194,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         return ModelSource.model_construct(engine=self.engine, **given)
 
     def _attach(self) -> None:
-        """Load the model, or take the engine that was given; then say what the engine is."""
+        """Load the model, or take the given engine; then set the fields to its settings."""
         source = self._source()
         self.engine = engine_of(source)
         for name, value in facts_of(self.engine).items():

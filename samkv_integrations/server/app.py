@@ -52,7 +52,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     service = Service(tenancy, settings)
     app = FastAPI(
         title="samkv", version=formatting.version(), description=_DESCRIPTION,
-        docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
+        docs_url=None, redoc_url=None,  # these pages load scripts from a CDN
         redirect_slashes=False,  # so that a wrong path is an error in OpenAI's form
         telemetry={"logs": False},  # an error's message may hold a prompt
     )  # fmt: skip

@@ -133,5 +133,8 @@ class Failure(HTTPException):
 
 
 def gone() -> Failure:
-    """The client disconnected, for log and metrics. 499 is nginx's status for it."""
+    """The failure of a request whose client disconnected; only log and metrics show it.
+
+    499 is nginx's status for it.
+    """
     return Failure(status=499, message="the client is gone", code="client_gone")

@@ -253,7 +253,7 @@ def test_a_namespace_of_its_own(town: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--workers", "2"), "--workers 2 is about workers on Ray; give --ray too"),
+        (("--workers", "2"), "--workers 2 has no effect without --ray"),
         (("--ray-address", "auto"), "give --ray too"),
         (("--ray", "--device", "cuda"), "'cuda' for workers without a GPU"),
     ],

@@ -123,10 +123,10 @@ def test_why_no_replica_begins(message: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--replicas", "2"), "--replicas 2 is about replicas on Ray; give --ray too"),
+        (("--replicas", "2"), "--replicas 2 has no effect without --ray"),
         (("--route", "load"), "'--route' was removed; put a proxy"),
         (("--ray", "--max-replicas=2"), "'--max-replicas' was removed; the number of replicas"),
-        (("--ray-address", "auto"), "--ray-address auto is about replicas on Ray"),
+        (("--ray-address", "auto"), "--ray-address auto has no effect without --ray"),
         (("--ray", "--device", "cuda"), "--device cuda for replicas without a GPU"),
         (("--ray", "--ray-address", "nowhere"), "address='nowhere'"),
         (("--ray", "--host", "0.0.0.0"), "--host 0.0.0.0 without API keys"),

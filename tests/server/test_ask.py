@@ -128,7 +128,7 @@ async def test_nothing_is_measured_on_the_model_for_an_estimate(
 async def test_a_collection_is_named_where_there_are_several(filled: Path, tmp_path: Path) -> None:
     for names, message in (
         (["town", "other"], "collection is missing; give one of: town, other"),
-        ([], "there is no collection that may be asked here; "),
+        ([], "this key may not ask any collection; "),
     ):
         town = Town(filled, collections=names)
         error = await town.error(400, "POST", PATH, {"question": QUESTION})
