@@ -141,7 +141,9 @@ Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
 StoreBits = Annotated[
     int | None,
     _option(
-        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"), "--store-bits"
+        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"),
+        "--store-bits",
+        hidden=True,
     ),
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.engine.stream import Answer
     from samkv_integrations.inspection import Inspection
 
 TIMES = ("ttft", "answer")
@@ -39,36 +40,40 @@ def ask(
     rule = eviction_of(eviction, eviction_budget)
     (link,) = index.links([collection], **options)
     engine = link.engine
-    texts, sources, prompt = _retrieved(link, question, top_k, chat)
-    if len(methods) > 1:  # the first pass of a process is slow
+    texts, sources, prompt = retrieved(link, question, top_k, chat)
+    is_compared = len(methods) > 1
+    if is_compared:  # the first pass of a process is slow
         engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
     rows = list[Row]()
     for each in methods or [engine.method]:
-        if len(methods) > 1:  # so that none reuses the prefix of another
+        if is_compared:  # so that none reuses the prefix of another
             engine.prefixes.clear()
         answer = engine.generate(
             prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
         )
-        report = answer.report
-        steps, per_s = report.completion_tokens - 1, report.decode_tokens_per_s
-        rows.append({
-            "question": question, "answer": answer.text.strip(), "sources": sources,
-            **report.to_dict(), "answer_s": report.ttft_s + (steps / per_s if per_s else 0.0),
-        })  # fmt: skip
+        rows.append({"question": question, "sources": sources, **answer_row(answer)})
     if as_json:
-        tables.write_json("ask", engine.model.name, _with_ratios(rows))
+        tables.write_json("ask", engine.model.name, with_ratios(rows))
         return
     out = tables.console()
-    if len(rows) > 1:
-        out.print(tables.comparison_table(_with_ratios(rows)))
+    if is_compared:
+        out.print(tables.comparison_table(with_ratios(rows)))
     else:
         out.print(rows[0]["answer"])
     out.print(tables.sources_table(sources, texts))
-    if len(rows) == 1:
-        out.print(str(report), soft_wrap=True)
+    if not is_compared:
+        out.print(str(answer.report), soft_wrap=True)
 
 
-def _with_ratios(rows: Sequence[Row]) -> Sequence[Row]:
+def answer_row(answer: Answer) -> dict[str, Any]:
+    """An answer with its report, and ``answer_s``, the seconds to its last token."""
+    report = answer.report
+    steps, per_s = report.completion_tokens - 1, report.decode_tokens_per_s
+    answer_s = report.ttft_s + (steps / per_s if per_s else 0.0)
+    return {"answer": answer.text.strip(), **report.to_dict(), "answer_s": answer_s}
+
+
+def with_ratios(rows: Sequence[Row]) -> Sequence[Row]:
     """Rows of one question, with ratios to the times of full prefill if it is among them."""
     full = next((row for row in rows if row["method"] == "recompute"), None)
     if full is None:
@@ -85,7 +90,7 @@ def _require_text(question: str) -> None:
         raise EmptyInput("the question is empty; say what to ask")
 
 
-def _retrieved(
+def retrieved(
     link: ChromaLink, question: str, top_k: int, chat: bool | None
 ) -> tuple[list[str], list[str], str | list[dict[str, str]]]:
     """Texts and sources of the nearest chunks, and the prompt that asks about them.
@@ -118,7 +123,7 @@ def inspect(
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
     (link,) = index.links([collection], **options)
-    texts, sources, prompt = _retrieved(link, question, top_k, chat)
+    texts, sources, prompt = retrieved(link, question, top_k, chat)
     names = {text.strip(): Path(one).name for text, one in zip(texts, sources, strict=True)}
     seen = inspect_answer(
         link.engine, prompt, texts, method=chosen, eviction=rule, max_new_tokens=max_new_tokens,

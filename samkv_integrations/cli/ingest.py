@@ -21,8 +21,8 @@ from samkv_integrations.cli.loading import (
     Index,
     Ingested,
     bytes_of,
+    ray_pool,
     remember,
-    require_no_ray,
     require_own_records,
     require_same,
     store_in,
@@ -83,8 +83,7 @@ class Read:
 
 
 def ingest(
-    paths: args.Paths, index: Index,
-    collection: args.Collection = "documents",
+    paths: args.Paths, index: Index, collection: args.Collection = "documents",
     chunk_size: args.ChunkSize = 512, max_bytes: args.IngestBudget = None,
     on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
     workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
@@ -92,30 +91,17 @@ def ingest(
 ) -> None:  # fmt: skip
     """Read documents, and cache the KV entries of their chunks.
 
-    Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk cannot
-    be cached; the others are ingested.
+    --store-bits 8 or 16 keeps finer caches than 4 bits. Links in folders are not followed. Exit
+    code 1 if a document cannot be read, or a chunk cannot be cached; the others are ingested.
     """
     from samkv_integrations.cache.windows import MIN_RUN
     from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
-    from samkv_integrations.cluster.workers import require_ray
+    from samkv_integrations.cluster import ModelSource, add_on_ray
     from samkv_integrations.embedding import HashingEmbedding
 
     check_name(collection)
-    pool = None
-    if on_ray:
-        require_ray()
-        pool = WorkerPool(
-            n_workers=workers or 2, n_cpus=worker_cpus or 1, n_gpus=worker_gpus or 0.0,
-            address=ray_address,
-        )  # fmt: skip
-    else:
-        given = {
-            "--ray-address": ray_address, "--workers": workers, "--worker-cpus": worker_cpus,
-            "--worker-gpus": worker_gpus,
-        }  # fmt: skip
-        require_no_ray(given)
+    pool = ray_pool(on_ray, "worker", ray_address, workers, worker_cpus, worker_gpus)
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
@@ -196,7 +182,7 @@ def ingest(
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
-    """Delete records and caches of chunks that the files no longer contain."""
+    """Delete records and caches of chunks that the documents no longer contain."""
     where: Any = {"source": {"$in": read.sources}}
     held = link.collection.get(where=where, include=[])["ids"]
     if outdated := sorted(set(held) - set(read.ids)):
@@ -345,7 +331,7 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
         parts = [
             (number, part)
             for number, page in enumerate(document.pages, start=1)
-            for part in _parts(file, normalise(page), model, chunk_size)
+            for part in split(normalise(page), file.suffix, model, chunk_size)
         ]
         if not parts:
             read.skipped.append(Skipped(path=file, why="it holds no text"))
@@ -363,8 +349,8 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     return read
 
 
-def _parts(file: Path, body: str, model: Model, chunk_size: int) -> list[str]:
-    """The chunks of a page; empty if it has no text."""
+def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
+    """The chunks of a page of a file with this suffix; none if it has no text."""
     from samkv_integrations.cache.chunk import normalise
 
     if len(model.tokenize(body, special=False)) <= chunk_size:
@@ -373,6 +359,6 @@ def _parts(file: Path, body: str, model: Model, chunk_size: int) -> list[str]:
         from semantic_text_splitter import MarkdownSplitter, TextSplitter
     except ImportError as error:
         raise MissingExtra.of("semantic-text-splitter", "chroma") from error
-    kind = TextSplitter if file.suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
+    kind = TextSplitter if suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
     splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size)
     return list(filter(None, map(normalise, splitter.chunks(body))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,16 +11,17 @@ from typing import TYPE_CHECKING
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.ingest import find_documents
+from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
+from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
 from samkv_integrations.cli.loading import BUILTIN, Index, Ingested
 from samkv_integrations.documents import read_text
-from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
+from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.formatting import Row, count, ratio, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samkv_integrations.engine.engine import Engine
+    from samkv_integrations.model.model import Model
 
 FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
 COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
@@ -46,24 +46,23 @@ def quickstart(
     model: args.ModelName = SMOLLM2, documents: args.SampleFolder = None,
     folder: args.Folder = Path(".samkv/quickstart"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """The whole way: index documents, ask about them through LlamaIndex, compare the methods.
+    """The whole way: index documents, ask about them, compare the methods.
 
     The documents are paragraphs of Wikipedia, in chunks of 512 tokens. Without the model smollm2 it
     runs the built-in model over documents that this one can read.
     """
     from tqdm.auto import tqdm
 
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.embedding import HashingEmbedding
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.evaluation import is_in_documents, is_right, read_questions
 
     out = tables.console(stderr=as_json)
-    try:  # the connector, which alone may import LlamaIndex
-        made = importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
-    except ModuleNotFoundError as error:
-        raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
+    index = Index(folder=folder)
     samples = _samples_of(model, documents)
     try:
-        engine = _engine(model, folder)
+        engine = index.engine(Ingested(model=model), exact_beginnings=False)
     except (MissingExtra, ModelNotFound) as error:
         if model != SMOLLM2:
             raise
@@ -72,54 +71,51 @@ def quickstart(
             f"No real model: {error}\nThis goes on with the built-in one, which is for tests."
         )
         samples = _samples_of(model, documents)
-        engine = _engine(model, folder)
-    texts, questions = _texts_in(samples, model), read_questions(samples / "questions.jsonl")
-    # the archive's documents are shorter than a chunk
-    run = made(
-        engine, folder, chunk_tokens=CHUNK_TOKENS, top_k=5 if model == BUILTIN else 2,
-        max_new_tokens=ANSWER_TOKENS,
-    )  # fmt: skip
-    n_chunks, n_cached = run.ingest(texts)
+        engine = index.engine(Ingested(model=model), exact_beginnings=False)
+    read, questions = _read(samples, engine.model), read_questions(samples / "questions.jsonl")
+    link = ChromaLink(index.database.collection("documents", create=True), engine)
+    done = link.add(read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows)
+    of_earlier_runs = set(link.collection.get(include=[])["ids"]) - set(read.ids)
+    if of_earlier_runs:  # only now, so that caches of unchanged texts stay
+        link.delete(sorted(of_earlier_runs))
     out.print(
-        f"{count(len(texts), 'document')}, {count(n_chunks, 'chunk')} in Chroma: {n_cached} "
-        f"prefilled now, {n_chunks - n_cached} already cached in {folder / 'kv'}"
+        f"{count(len(read.sources), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
+        f"{done.n_cached} prefilled now, {done.n_hit} already cached in {folder / 'kv'}"
     )
+    top_k = 5 if model == BUILTIN else 2  # the archive's documents are shorter than a chunk
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
     # a first answer is slow, and an exact beginning needs a head that an earlier prompt had
-    run.ask(with_beginnings, questions[0].question, "reuse")
+    texts, _, prompt = retrieved(link, questions[0].question, top_k, None)
+    with_beginnings.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
     rows: list[Row] = []
     is_shown = False
     for one in tqdm(questions, desc="asking", leave=False):
-        replies = {name: run.ask(engine, one.question, name) for name in (FULL, "reuse")}
-        for name in (DEFAULT, AGAIN):
-            replies[name] = run.ask(with_beginnings, one.question, DEFAULT)
+        texts, sources, prompt = retrieved(link, one.question, top_k, None)
+        gold, mine = one.answers, list[Row]()
+        for name in COMPARED:
+            asked = engine if name in (FULL, "reuse") else with_beginnings
+            asked.prefixes.clear()  # so that no method reuses the prefix of another
+            method = DEFAULT if name == AGAIN else name
+            answer = asked.generate(prompt, texts, method=method, max_new_tokens=ANSWER_TOKENS)
             with_beginnings.make_beginnings()
-        full, gold = replies[FULL], one.answers
-        for name, reply in replies.items():
-            rows.append({
-                "question": one.question, "expected": list(gold), "answer": reply.text,
-                "right": is_right(reply.text, gold) if gold else None,
-                "can_be_copied": is_in_documents(gold, reply.chunks) if gold else None,
-                "sources": list(reply.sources), **reply.report.to_dict(),
-                "answer_s": reply.seconds, "answer_ratio": reply.seconds / full.seconds,
-                "ttft_ratio": reply.report.ttft_s / full.report.ttft_s,
-                "method": name,
+            mine.append({
+                "question": one.question, "expected": list(gold), "sources": sources,
+                "right": is_right(answer.text, gold) if gold else None,
+                "can_be_copied": is_in_documents(gold, texts) if gold else None,
+                **answer_row(answer), "method": name,
             })  # fmt: skip
+        rows += (mine := [*with_ratios(mine)])
         # the first that full prefill answers; the table counts all
-        if not is_shown and is_right(full.text, gold):
+        if not is_shown and mine[0]["right"]:
             is_shown = True
             with tqdm.external_write_mode():
                 out.print(f"\n{one.question} (right: {gold[0]})", soft_wrap=True)
-                out.print(tables.comparison_table(rows[-len(COMPARED) :]))
+                out.print(tables.comparison_table(mine))
     if as_json:
         tables.write_json("quickstart", model, rows)
     else:
         _show(rows, len(questions), model, out)
-
-
-def _engine(model: str, folder: Path) -> Engine:
-    return Index(folder=folder).engine(Ingested(model=model), exact_beginnings=False)
 
 
 def _samples_of(model: str, given: Path | None) -> Path:
@@ -133,12 +129,24 @@ def _samples_of(model: str, given: Path | None) -> Path:
     return folder
 
 
-def _texts_in(folder: Path, model: str) -> dict[str, str]:
-    """Name -> text of each document."""
-    texts = {file.name: read_text(file) for file in find_documents([folder]).files}
-    if folder == PARAGRAPHS and model != BUILTIN:  # so that chunks are as long as most users' are
-        texts = {"paragraphs": "\n\n".join(texts[name].strip() for name in sorted(texts))}
-    return texts
+def _read(folder: Path, model: Model) -> Read:
+    """The chunks of a folder; sample paragraphs are joined, so that chunks have a usual length.
+
+    Raises EmptyInput if there is no text.
+    """
+    files = find_documents([folder]).files
+    if folder != PARAGRAPHS:
+        read = read_chunks(files, model, CHUNK_TOKENS)
+    else:
+        whole = "\n\n".join(read_text(file).strip() for file in files)
+        texts = split(whole, ".txt", model, CHUNK_TOKENS)
+        read = Read(
+            ids=[f"paragraphs#{number}" for number in range(len(texts))], texts=texts,
+            rows=[{"source": "paragraphs"} for _ in texts], sources=["paragraphs"],
+        )  # fmt: skip
+    if not read.texts:
+        raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")
+    return read
 
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:

@@ -17,7 +17,7 @@ from samkv_integrations.cli.loading import (
     bytes_of,
     eviction_of,
     given_methods,
-    require_no_ray,
+    ray_pool,
     require_own_records,
     store_in,
     use_threads_for,
@@ -52,8 +52,6 @@ def serve(
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
     docs/ray.md describe further options.
     """
-    from samkv_integrations.cluster.serve import Replicas
-    from samkv_integrations.cluster.workers import WorkerPool, require_ray
     from samkv_integrations.engine.scheduler import Limits
 
     try:
@@ -69,26 +67,13 @@ def serve(
         max_batch=max_batch, max_waiting=max_waiting,
         max_kv_bytes=None if max_kv is None else bytes_of("--max-kv", max_kv),
     )  # fmt: skip
-    several = None
-    if on_ray:
-        require_ray()
-        pool = WorkerPool(
-            n_workers=replicas or 2, n_cpus=replica_cpus or 1, n_gpus=replica_gpus or 0.0,
-            address=ray_address,
-        )  # fmt: skip
-        several = Replicas(pool=pool, n_at_once=max_batch, n_waiting=max_waiting, grace_s=grace)
-        if not pool.n_gpus:
-            if index.device not in ("auto", "cpu"):
-                raise InvalidOption(
-                    f"--device {index.device} for replicas without a GPU; give --replica-gpus"
-                )
-            index = replace(index, device="cpu")
-    else:
-        given = {
-            "--ray-address": ray_address, "--replicas": replicas, "--replica-cpus": replica_cpus,
-            "--replica-gpus": replica_gpus,
-        }  # fmt: skip
-        require_no_ray(given)
+    pool = ray_pool(on_ray, "replica", ray_address, replicas, replica_cpus, replica_gpus)
+    if pool and not pool.n_gpus:
+        if index.device not in ("auto", "cpu"):
+            raise InvalidOption(
+                f"--device {index.device} for replicas without a GPU; give --replica-gpus"
+            )
+        index = replace(index, device="cpu")
     keys = ApiKeys(
         _keys_text(api_keys),
         Tenant(namespace=index.namespace, collections=tuple(collection or ())),
@@ -132,20 +117,21 @@ def serve(
                 except InvalidOption as error:
                     whose = f"collections of namespace {tenant.namespace!r}"
                     raise InvalidOption(f"{whose}: {error}") from None
-        if several is None:
+        if pool is None:
             use_threads_for(model)
             run(source, listening, say)
             return
         at, port = address_of(listening), listening.getsockname()[1]
 
     from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.cluster.serve import serving
+    from samkv_integrations.cluster.serve import Replicas, serving
     from samkv_integrations.model.loading import load_tokenizer
 
     load_tokenizer(model)  # a wrong name is found out before a replica begins
     for tenant in source.keys.tenants:  # so that none is made by two replicas at once
         ChunkStore(folder / "kv", namespace=tenant.namespace, remote=index.remote)
-    n_threads = 1 if model == BUILTIN else several.pool.n_cpus
+    several = Replicas(pool=pool, n_at_once=max_batch, n_waiting=max_waiting, grace_s=grace)
+    n_threads = 1 if model == BUILTIN else pool.n_cpus
     told, seen = threading.Event(), list[int]()
 
     def take(number: int, _: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,11 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
-def write_json(command: str, model: str | None, rows: Iterable[Row]) -> None:
-    """Write the output of ``--json``. model: its name, if the command has one."""
-    write_text(to_json(command, model, rows))
-
-
-def write_text(text: str) -> None:
-    """Write text for another program to standard output."""
-    typer.echo(text)
+def write_json(
+    command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
+) -> None:
+    """Write the output of ``--json``. model: its name, if the command has one. See `to_json`."""
+    typer.echo(to_json(command, model, rows, more))
 
 
 def table(

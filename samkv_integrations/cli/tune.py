@@ -6,7 +6,6 @@ import random
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
-from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, store_in
@@ -82,7 +81,7 @@ def tune(
             "written": str(written) if written else None,
         }  # fmt: skip
         rows = [asdict(one) for one in result.standings]
-        tables.write_text(formatting.to_json("tune", as_before.model, rows, more))
+        tables.write_json("tune", as_before.model, rows, more)
         return
     out = tables.console()
     reasons = ", ".join(f"{n} {why.replace('_', ' ')}" for why, n in left_out.items() if n)

@@ -53,8 +53,7 @@ def engine_of(source: ModelSource) -> Engine:
         for name in names:
             if getattr(source, loaded) is not None and getattr(source, name):
                 raise InvalidOption(
-                    f"{name} says how {loaded} is loaded, but a loaded {loaded} was given; leave "
-                    "out one of them"
+                    f"{name} is for loading, but a loaded {loaded} was given; leave out one of them"
                 )
     if source.engine is not None:
         _check_engine(source.engine, source)
@@ -200,8 +199,8 @@ class EngineRef:
         """The engine. Raises InvalidOption after a pickle."""
         if self._engine is None:
             raise InvalidOption(
-                "this component was unpickled, and pickles hold no engine; create the component "
-                "again in this process"
+                "this component came from another process, and a pickle holds no engine; create it "
+                "again in this process, or use it in the one that it came from"
             )
         return self._engine
 

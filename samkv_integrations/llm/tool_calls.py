@@ -70,8 +70,8 @@ def form_of(model: Model) -> ToolForm:
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return ToolForm("arguments", tagged=False)  # Mistral
     raise InvalidOption(
-        f"the chat template of {model.name!r} writes tool calls in an unsupported format; "
-        "supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral ([TOOL_CALLS])"
+        f"the chat template of {model.name!r} takes tools, but writes calls in an unsupported "
+        "format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral ([TOOL_CALLS])"
     )
 
 
@@ -163,7 +163,7 @@ class ToolUse:
         return ToolAnswer(text.strip()[end:].strip(), tuple(call for call in calls if call))
 
     def shown(self, text: str) -> str:
-        """The part of an incomplete answer that cannot belong to a tool call, and can be streamed."""
+        """The part of an incomplete answer that can be shown: it cannot belong to a tool call."""
         if self.form.tagged and not self.forced:
             before = text.partition(_OPEN)[0]
             held = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)

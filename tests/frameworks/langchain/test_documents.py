@@ -333,7 +333,7 @@ class TestCompressor:
         sent, there = pickle.loads(pickle.dumps((compressor, transformer)))
         assert sent.mode == "replace"
         for use in (sent.compress_documents, there.transform_documents):
-            with pytest.raises(InvalidOption, match="was unpickled"):
+            with pytest.raises(InvalidOption, match="came from another process"):
                 use(documents(TEXTS[0]))
 
     def test_mistakes(self, engine: Engine) -> None:

@@ -172,7 +172,7 @@ class TestRefused:
             chat.invoke([HumanMessage(QUESTION), called, ToolMessage("x", tool_call_id="a")])
 
     def test_a_form_that_is_not_known(self) -> None:
-        with pytest.raises(InvalidOption, match="writes tool calls in an unsupported format"):
+        with pytest.raises(InvalidOption, match="writes calls in an unsupported format"):
             ChatSamKV(engine=Engine(tool_model("unknown"))).bind_tools([find_record])
 
     def test_plain_strings(self, chat: ChatSamKV) -> None:
