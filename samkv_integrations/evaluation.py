@@ -126,7 +126,7 @@ def exact_match(answer: str, expected: Sequence[str]) -> float:
 
 
 def is_right(answer: str, gold: Sequence[str]) -> bool:
-    """Whether one of the gold answers stands in an answer, both normalised as SQuAD does.
+    """Whether an answer contains one of the gold answers, both normalised as SQuAD does.
 
     Normalised: lower case, without punctuation and articles. A question whose gold answers are yes
     or no is judged by the first word of the answer.
@@ -145,7 +145,7 @@ def is_right(answer: str, gold: Sequence[str]) -> bool:
 
 
 def is_in_documents(gold: Sequence[str], documents: Sequence[str]) -> bool:
-    """Whether a gold answer stands in a document, so that it can be copied; yes and no do."""
+    """Whether a document contains a gold answer, which can then be copied; yes and no count too."""
     text = "\n".join(documents)
     return any(set(f1_words(each)) <= YES_NO or is_right(text, [each]) for each in gold)
 

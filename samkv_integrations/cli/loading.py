@@ -285,7 +285,7 @@ def store_in(
 def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
     """Raises InvalidOption if all records of a collection have their caches in another namespace.
 
-    Its texts would be cached in this one otherwise.
+    Otherwise its texts would be cached again, in this namespace.
     """
     from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records

@@ -18,8 +18,8 @@ from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-"""Most stop strings of a request, and characters of each. After every token the answer is compared
-with all of them while other answers wait."""
+"""Most stop strings of a request, and characters of each. Every token is checked against all of
+them, and other answers wait meanwhile."""
 
 
 class Body(BaseModel):

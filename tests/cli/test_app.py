@@ -85,7 +85,7 @@ def test_a_removed_command_says_what_takes_its_place() -> None:
         (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
         (("quickstart",), "examples/paragraphs is not a folder"),
         (("quickstart", "--documents", "hollow"), "no document"),
-        (("quickstart", "--documents", "blank"), "blank/questions.jsonl does not exist"),
+        (("quickstart", "--documents", "blank"), "no text in 1 document"),
     ],
 )
 def test_mistakes(
