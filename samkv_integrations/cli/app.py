@@ -31,7 +31,7 @@ class _Commands(typer.core.TyperGroup):
     """Shows a `SamkvError` as one line in place of a traceback."""
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # noqa: ANN401
-        refuse_removed(f"samkv {name}" for name in args[:1])
+        refuse_removed((f"samkv {' '.join(args[:1])}", f"samkv {' '.join(args[:2])}"))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401

@@ -27,6 +27,7 @@ from samkv_integrations.option import declared
 
 REMOVED = {
     "samkv adapt": "ingest as usual, with the default prefix='documents'",
+    "samkv store warm": "read the files: 'cat .samkv/kv/*/*/*.safetensors > /dev/null'",
     "samkv plan": "docs/scale.md has the sizes and times that it worked out",
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
@@ -234,7 +235,7 @@ Budget = Annotated[
     str | None, _option("A size such as 20GB, or none. Default: show the limit.", "--max-bytes")
 ]
 BudgetNamespace = Annotated[str | None, _option("Limit this namespace only.", "--namespace")]
-WarmBytes = Annotated[str | None, _option("Most bytes to read, such as 4GB.", "--bytes")]
+PullBytes = Annotated[str | None, _option("Most bytes to fetch, such as 4GB.", "--bytes")]
 
 # -- of ask, inspect and methods ----------------------------------------------------------------
 AsMarkdown = Annotated[bool, _option("Write the table of docs/methods.md.")]

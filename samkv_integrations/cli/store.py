@@ -196,24 +196,6 @@ def budget(
 
 
 @app.command(cls=args.Command)
-def warm(
-    folder: args.Folder = Path(".samkv"), max_bytes: args.WarmBytes = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
-    """Read caches into the page cache, most recently used first, for the first questions.
-
-    'samkv store pull' fetches caches of other machines.
-    """
-    from samkv_integrations.cache.upkeep import warm as warm_caches
-
-    limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    store = store_in(folder, namespace)
-    with progress_bar("warming") as show:
-        done = warm_caches(store, max_bytes=limit, progress=show)
-    _show("warm", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
-
-
-@app.command(cls=args.Command)
 def push(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
@@ -236,7 +218,7 @@ def push(
 @app.command(cls=args.Command)
 def pull(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    max_bytes: args.WarmBytes = None,
+    max_bytes: args.PullBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Fetch caches of other machines, newest first, before questions need them."""

@@ -57,6 +57,7 @@ def test_a_removed_command_says_what_takes_its_place() -> None:
     adapt = error_of("adapt", "--model", "smollm2", "--data", "docs")
     assert "'samkv adapt' was removed; ingest as usual" in adapt
     assert "'samkv plan' was removed; docs/scale.md" in error_of("plan", "--chunks", "9")
+    assert "'samkv store warm' was removed; read the files" in error_of("store", "warm")
 
 
 @pytest.mark.parametrize(

@@ -250,10 +250,3 @@ class TestMoving:
         (row,) = rows_of("ingest", str(town), "--model", tiny, *there)
         assert (row["n_cached"], row["n_hit"], row["bytes_on_disk"]) == (0, 6, 0)
         assert rows_of("store", "pull", *place, *there)[0]["n_chunks"] == 0
-
-    def test_warm_reads_what_it_is_told(self, filled: ChunkStore) -> None:
-        taken = filled.stats().bytes
-        assert rows_of("store", "warm") == [{"n_chunks": 6, "bytes_read": taken, "n_left": 0}]
-        assert rows_of("store", "warm", "--bytes", str(taken - 1))[0]["n_left"] == 1
-        assert re.search(r"^ +6 +\S+ kB +0$", ran("store", "warm"), re.M)
-        assert "samkv ingest' used" in error_of("store", "warm", "--dir", "nowhere")
