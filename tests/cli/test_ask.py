@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation.questions import read_questions
+from samkv_integrations.evaluation import read_questions
 from tests.cli.running import REPORT_FIELDS, error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -20,7 +20,7 @@ def test_ask_answers_and_names_its_sources(town: Path) -> None:
     shown = ran("ask", record.question, "--method", "recompute")
     assert shown.startswith(f"{record.workers}\n")
     assert "krasplex-systems.txt" in shown and f"[{record.name}]" in shown
-    assert "4 chunks found, 0 reused, 4 computed with the prompt" in shown
+    assert "recompute: 0 of 4 chunks reused" in shown
     (row,) = rows_of("ask", record.question, "--top-k", "4")
     assert REPORT_FIELDS | {"question", "answer", "answer_s", "sources"} == set(row)
     assert len(row["sources"]) == 4 and row["sources"][0].endswith("/krasplex-systems.txt")
@@ -40,7 +40,6 @@ def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
     (row,) = rows_of(*evicting)
     assert row["eviction"] == "h2o"
     assert 0.4 < row["decode_kv_bytes"] / row["kv_bytes"] <= 0.5
-    assert "at the end with h2o" in ran(*evicting)
 
 
 def test_ask_says_what_is_wrong_with_an_eviction(town: Path) -> None:
@@ -66,27 +65,14 @@ def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     assert not any("ttft_ratio" in row for row in without)
 
 
-def test_ask_many_questions(town: Path) -> None:
-    ran("ingest", str(town))
-    command = ("ask", "--questions", str(town / "questions.jsonl"), "--compare", "recompute,reuse")
-    rows = rows_of(*command)
-    assert len(rows) == 2 * len(RECORDS)
-    for row in rows:
-        assert row["exact_match"] == float(row["answer"] == row["expected"][0])
-        assert 0 <= row["f1"] <= 1
-    n_right = sum(row["exact_match"] for row in rows if row["method"] == "recompute")
-    assert n_right >= 5  # the built-in model answers such questions
-    assert f"{n_right:.0f} of 6" in ran(*command)
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [
         ("[1]", "it is no JSON object"),
-        ("{}", "question must be a string"),
-        ('{"question": 1}', "question must be a string"),
-        ('{"question": "Who?", "answers": "one"}', "answers a list"),
-        ('{"question": " "}', "the question is empty"),
+        ("{}", "question must be a text"),
+        ('{"question": 1}', "question must be a text"),
+        ('{"question": "Who?", "answers": "one"}', "answers must be a list"),
+        ('{"question": " "}', "question must be a text that is not empty"),
         ("{", "Expecting property name"),
         ("[" * 100_000, "recursion depth"),
         (r'{"question": "Who \ud800?"}', "surrogates not allowed"),

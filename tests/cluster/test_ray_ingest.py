@@ -53,7 +53,6 @@ def test_two_workers_make_the_files_of_one_process(tmp_path: Path, tiny: str) ->
     assert (done.n_records, done.n_cached, done.n_hit) == (len(TEXTS) + 1, len(TEXTS), 1)
     assert done.n_evicted == 0
     assert done.bytes_on_disk == sum(map(len, expected.values()))
-    assert 0 < done.working_s < done.seconds
     assert [*done.failed] == [61, 62] and "longer than the 1797" in done.failed[62]
     assert told == [(range(len(texts)), done.failed)]
     # what another process has cached is found in prompts of this one

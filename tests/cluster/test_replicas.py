@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations.cluster.serve import Replicas, reason_in, without_request_id
+from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits
 from samkv_integrations.errors import InvalidOption
@@ -88,15 +89,9 @@ def test_a_folder_that_is_not_on_the_machine_of_a_replica(tmp_path: Path, tiny: 
 def test_ray_takes_what_it_is_told() -> None:
     """Ray checks names and values of options itself."""
     serve = pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
-    for replicas in (
-        Replicas(route="collection", grace_s=0),
-        Replicas(n_replicas=2, least=1, most=5, n_waiting=0),
-    ):
-        options = replicas.deployment_options()
-        made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
-        assert made.max_ongoing_requests == options["max_ongoing_requests"]
-        router = options.get("request_router_config", {}).get("request_router_class", "")
-        assert router in ("", "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter")
+    options = Replicas(pool=WorkerPool(), n_waiting=0, grace_s=0).deployment_options()
+    made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
+    assert made.max_ongoing_requests == options["max_ongoing_requests"]
 
 
 @pytest.mark.parametrize(
@@ -118,12 +113,10 @@ def test_why_no_replica_begins(message: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--replicas", "2"), "--replicas 2 is about replicas on Ray; give --ray too"),
-        (("--route", "load"), "--route load is about replicas on Ray"),
-        (("--ray-address", "auto"), "--ray-address auto is about replicas on Ray"),
-        (("--ray", "--min-replicas", "2"), "at least 2 replicas; say how many at most"),
-        (("--ray", "--min-replicas", "3", "--max-replicas", "2"), "at least 3 and at most 2"),
-        (("--ray", "--route", "laod"), "did you mean 'load'"),
+        (("--replicas", "2"), "--replicas 2 has no effect without --ray"),
+        (("--route", "load"), "'--route' was removed; put a proxy"),
+        (("--ray", "--max-replicas=2"), "'--max-replicas' was removed; the number of replicas"),
+        (("--ray-address", "auto"), "--ray-address auto has no effect without --ray"),
         (("--ray", "--device", "cuda"), "--device cuda for replicas without a GPU"),
         (("--ray", "--ray-address", "nowhere"), "address='nowhere'"),
         (("--ray", "--host", "0.0.0.0"), "--host 0.0.0.0 without API keys"),

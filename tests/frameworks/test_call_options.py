@@ -119,13 +119,6 @@ class TestTheNameThatWasGiven:
             with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
                 call()
 
-    @pytest.mark.parametrize("kind", [*KINDS, SamKVLLM])
-    def test_an_argument_without_one(self, engine: Engine, kind: Any) -> None:
-        with pytest.raises(InvalidOption, match=rf"{kind.__name__}\('b'\); .* give model='b'$"):
-            kind("b")
-        with pytest.raises(InvalidOption, match="give engine=<"):
-            kind(engine, max_tokens=3)
-
 
 class TestWhereOptionsBelong:
     def test_a_name_as_the_model(self) -> None:

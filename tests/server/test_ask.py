@@ -116,7 +116,7 @@ async def test_the_estimate_says_what_it_is_made_of(town: Town) -> None:
 async def test_a_collection_is_named_where_there_are_several(filled: Path, tmp_path: Path) -> None:
     for names, message in (
         (["town", "other"], "collection is missing; give one of: town, other"),
-        ([], "there is no collection that may be asked here; "),
+        ([], "this key may not ask any collection; "),
     ):
         town = Town(filled, collections=names)
         error = await town.error(400, "POST", PATH, {"question": QUESTION})

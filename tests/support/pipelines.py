@@ -17,7 +17,7 @@ import torch
 from benchmarks.datasets import Question, load
 from samkv_integrations import AnswerStream, Engine
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.evaluation.measures import f1_words
+from samkv_integrations.evaluation import f1_words
 from samkv_integrations.model import Model, load_model
 from tests.support.handles import HANDLE
 
