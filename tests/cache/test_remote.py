@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from samkv_integrations.cache import remote_objects as objects_module
+from samkv_integrations.cache.remote import objects as objects_module
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.remote.objects import AT_ONCE, Objects
 from samkv_integrations.cache.remote.tier import MOST_HEAD_BYTES, SharedTier

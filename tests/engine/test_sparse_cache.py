@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.formats.quantise import (
-    GROUP_TOKENS,
     Entries,
     EntryFormat,
     groups,
-    unrotate,
 )
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
@@ -23,7 +21,6 @@ from samkv_integrations.eviction import Quest
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.model import Model
 from tests.support.asking import ask
-from tests.support.chunks import transformed
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
@@ -225,48 +222,6 @@ def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax(bits: int, b
         torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_every_step_chooses_anew_and_sees_the_steps_before(bits: int) -> None:
-    case = Case(3, bits, 64)
-    keys, values = case.held()
-    rest_keys, rest_values = case.others()
-    choices = set()
-    for step in range(4):
-        query, key, value = (normal(20 + 3 * step + i, n, DIM) for i, n in
-                             enumerate((HEADS, GROUPS, GROUPS)))  # fmt: skip
-        scores = loop_weights(query, keys)
-        ranked = sorted(range(len(scores)), key=lambda t: -scores[t])
-        chosen, left_out = sorted(ranked[:64]), ranked[64:]
-        choices.add(tuple(chosen))
-        rest_keys = torch.cat((rest_keys, key[None]))
-        rest_values = torch.cat((rest_values, value[None]))
-        output = case.cache.attend(
-            0, query[None, :, None], key[None, :, None], value[None, :, None], SCALING
-        )
-        expected = slow_attention(
-            query, torch.cat((keys[chosen], rest_keys)), torch.cat((values[chosen], rest_values)),
-            keys[left_out], case.mean_value(),
-        )  # fmt: skip
-        torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
-    assert len(choices) == 4
-
-
-def test_a_step_with_room_for_all_leaves_nothing_out() -> None:
-    for budget in (len(Case(4, 8, 64).tokens), 1000):
-        case = Case(4, 8, budget)
-        query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
-        output = case.cache.attend(
-            0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
-        )
-        (keys, values), (other_keys, other_values) = case.held(), case.others()
-        expected = slow_attention(
-            query,
-            torch.cat((keys, other_keys, new[:1])),
-            torch.cat((values, other_values, new[1:])),
-        )
-        torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
-
-
 def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[SparseCache, Entries]:
     """A cache of a context at no positions, and its entries; a step attends to 64 of them."""
     n = len(keys)
@@ -317,59 +272,6 @@ def test_large_logits_do_not_round_the_weight_of_the_rest(height: float) -> None
     by_value[best], by_value[-1] = entries.values().double()[best], value[0].double()
     expected = torch.einsum("grt,tgd->grd", logits.softmax(-1), by_value).flatten(0, 1)
     torch.testing.assert_close(output[0, :, 0].double(), expected, rtol=0.02, atol=0.02)
-
-
-def test_a_method_s_own_attention_is_told_what_is_context() -> None:
-    seen: list[Tensor] = []
-
-    def weigh(
-        query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None,
-        is_context: Tensor,
-    ) -> Tensor:  # fmt: skip
-        seen.append(is_context)
-        assert mask is None and keys.shape == values.shape == (1, GROUPS, len(is_context), DIM)
-        return query
-
-    case = Case(5, 4, 64, weigh=weigh)
-    one = torch.ones(1, GROUPS, 1, DIM)
-    case.cache.attend(0, torch.ones(1, HEADS, 1, DIM), one, one, SCALING)
-    assert seen[0].tolist() == [True] * 64 + [False] * (len(case.given.other_slots) + 1)
-
-
-# --- what is held ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("held", [0.3, 1.0])
-def test_what_was_read_is_held_as_it_is_and_what_was_computed_within_half_a_step(
-    bits: int, held: float
-) -> None:
-    """Of the range that a channel of its transform has among 64 computed tokens, un-rotated; a step
-    is 1/15 or 1/255 of that. 1e-5 for what rounding to float32 does to keys of about 10."""
-    case = Case(11, bits, 64, held)
-    at, changed = case.given.context_slots, case.given.changed
-    true_keys, true_values = case.given.keys[at], case.given.values[at]
-    keys, values = case.held()
-    read = torch.ones(len(at), dtype=torch.bool)
-    read[changed] = False
-    assert 0 < len(changed) < len(at)
-    assert torch.equal(keys[read], true_keys[read])
-    assert torch.equal(values[read], true_values[read])
-    cos, sin = case.cos[case.tokens[changed]], case.sin[case.tokens[changed]]
-    true_keys, keys = (unrotate(side[changed], cos, sin) for side in (true_keys, keys))
-    true_values, values = true_values[changed], values[changed]
-    if bits == 16:
-        torch.testing.assert_close(keys, true_keys, rtol=0, atol=1e-5)
-        assert torch.equal(values, true_values)
-        return
-    for rows in torch.arange(len(changed)).split(GROUP_TOKENS):
-        low, high = transformed(true_keys[rows]).aminmax(dim=0)
-        step = (high - low + 2.0**-10 * low.abs()) / (2**bits - 1) * 1.001
-        error = transformed((keys - true_keys)[rows]).abs()
-        assert bool((error <= step / 2 + 1e-5).all())
-    span = true_values.amax(-1, keepdim=True) - true_values.amin(-1, keepdim=True)
-    # scale and offset of values are half precision: 2^-10 of a value more
-    assert bool(((values - true_values).abs() <= span / (2**bits - 1) / 2 * 1.01 + 0.004).all())
 
 
 # --- keys that a bias has moved ----------------------------------------------------------------
