@@ -17,8 +17,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from samkv_integrations.cache.remote import objects as objects_module
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.remote import objects as objects_module
 from samkv_integrations.cache.remote.objects import AT_ONCE, Objects
 from samkv_integrations.cache.remote.tier import MOST_HEAD_BYTES, SharedTier
 from samkv_integrations.cache.store import Store
@@ -165,15 +165,6 @@ def test_another_machine_reads_what_one_has_put(machine: Machine) -> None:
     assert [made_by.digest for made_by in machine().fingerprints()] == [TINY.digest]
 
 
-def test_the_files_are_the_same_bytes_everywhere(local: Machine, folder: Path) -> None:
-    first, second = local(), local()
-    (chunk,) = fill(first)
-    second.open(chunk.key, TINY).close()
-    (there,) = files_of(folder)
-    for store in (first, second):
-        assert store.file(chunk.key, TINY.digest).read_bytes() == there.read_bytes()
-
-
 def test_texts_of_other_machines_are_learned(machine: Machine) -> None:
     first, second = machine(), machine()
     chunks = fill(first, 3)
@@ -196,16 +187,6 @@ def test_who_looks_for_texts_learns_them_by_and_by(
         if thread.name == "samkv-refresh":
             thread.join(60)
     assert len(found(second, chunks)) == 3
-
-
-def test_a_text_longer_than_what_is_read_of_a_head(
-    local: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("samkv_integrations.cache.remote.tier.HEAD_BYTES", 100)
-    first, second = local(), local()
-    (chunk,) = fill(first)
-    assert refreshed(second) == (1, 0)
-    assert second.text(chunk.key) == chunk.text
 
 
 @EVERYWHERE

@@ -19,8 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -121,66 +119,3 @@ def test_a_key_moved_to_another_position_is_the_model_s_own_there(
         assert_turned(moved, at_goal[layer, :, 0], WORST[dtype][1])
     apart = pair_length(at_start[0, :, 0].double() - at_goal[0, :, 0].double())
     assert float((apart / pair_length(at_goal[0, :, 0])).median()) > 0.1, "the positions differ"
-
-
-def test_llama3_frequencies_are_not_the_default_ones() -> None:
-    """Otherwise the family would test nothing of its own."""
-    position = torch.tensor([900])
-    scaled, default = (
-        model_of(f, torch.float32).rotation(position).of(0)[0] for f in FAMILIES[1::-1]
-    )
-    assert not torch.allclose(scaled, default, atol=0.05)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.sampled_from(FAMILIES),
-    st.lists(st.integers(0, 4095), min_size=1, max_size=8),
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 3),
-)
-def test_round_trip_in_float32(family: str, positions: list[int], seed: int, heads: int) -> None:
-    """Both ways round with the cos and sin of each dtype. Those of bfloat16 are off by up to 2^-8
-    of themselves, so that cos^2 + sin^2 is not 1: an inverse that takes it for 1 is off by up to
-    2^-7, thousands of times the limit. Two float32 rotations are 2 * 3.5 units; the sum of squares
-    and the division by it are the rest."""
-    vectors = torch.randn(len(positions), heads, 16, generator=torch.Generator().manual_seed(seed))
-    for dtype in DTYPES:
-        cos, sin = model_of(family, dtype).rotation(torch.tensor(positions)).of(0)
-        assert_turned(unrotate(rotate(vectors, cos, sin), cos, sin), vectors, 12)
-        assert_turned(rotate(unrotate(vectors, cos, sin), cos, sin), vectors, 12)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 4095), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
-def test_bfloat16_is_rounded_once(positions: list[int], seed: int) -> None:
-    """The arithmetic is float32: the result is the nearest bfloat16 of the float32 result."""
-    vectors = torch.randn(
-        len(positions), 2, 16, generator=torch.Generator().manual_seed(seed)
-    ).bfloat16()
-    cos, sin = model_of("llama", torch.bfloat16).rotation(torch.tensor(positions)).of(0)
-    for turn in (rotate, unrotate):
-        assert torch.equal(turn(vectors, cos, sin), turn(vectors.float(), cos, sin).bfloat16())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 4095),
-    st.integers(0, 4095),
-    st.integers(0, 2**32 - 1),
-)
-def test_rotation_is_a_multiplication_of_complex_numbers(p: int, q: int, seed: int) -> None:
-    """Coordinates i and i + D/2 are one complex number, turned by position times frequency."""
-    vectors = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(seed))
-    frequency = 10_000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    angle = torch.tensor([p, q], dtype=torch.float64)[:, None] * frequency
-    first, second = vectors.double().chunk(2, dim=-1)
-    turned = torch.complex(first, second) * torch.exp(1j * angle)[:, None]
-    cos, sin = model_of("llama", torch.float32).rotation(torch.tensor([p, q])).of(0)
-    # an angle of up to 4095 is rounded to float32 by transformers: off by up to 2^-12 of a radian
-    torch.testing.assert_close(
-        rotate(vectors, cos, sin).double(),
-        torch.cat((turned.real, turned.imag), dim=-1),
-        rtol=0,
-        atol=5 * 2.0**-12,
-    )

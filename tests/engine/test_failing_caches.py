@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (
@@ -204,26 +204,6 @@ def test_a_cache_that_cannot_be_made_whole_is_computed_from_its_tokens(
     assert (report.found, report.chunk_misses) == (3, {"corrupt": 2})
 
 
-def test_a_store_is_told_once_what_a_prompt_held(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[tuple[list[str], list[str]]] = []
-
-    def record(
-        made_by: Fingerprint, *, used: list[str], missed: list[str], beginning: object
-    ) -> None:
-        assert made_by == engine.fingerprint
-        recorded.append((used, missed))
-
-    monkeypatch.setattr(engine.store, "record", record)
-    keys = [engine.key_of(text) for text in TEXTS]
-    engine.generate(f"{PROMPT}\n\n{TEXTS[0]}", TEXTS, max_new_tokens=3)
-    flip_entries(chunk_file(engine, TEXTS[1]))
-    delete(chunk_file(engine, TEXTS[2]))
-    engine.generate(PROMPT, TEXTS, max_new_tokens=3, method="reuse")
-    assert recorded == [(keys, []), ([keys[0]], [keys[2], keys[1]])]
-
-
 @pytest.mark.parametrize("size", [1.5, "8", None, True])
 def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
     with pytest.raises(InvalidOption, match=f"block_size={size!r}; it must be a whole number"):
@@ -240,17 +220,6 @@ def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path
     assert answer.report.context_tokens == 0
     assert ours.issue_handle(TEXTS[0]) is None
     assert (ours.store.keys(), theirs.store.keys()) == ([], keys)
-
-
-def test_computing_what_is_missing_reads_no_whole_cache(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: object) -> None:
-        raise AssertionError("read as a whole")
-
-    monkeypatch.setattr("samkv_integrations.cache.files.chunk_file.ChunkFile.verify", refuse)
-    report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
-    assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 
 
 def test_a_full_disk_does_not_fail_a_request(
@@ -273,23 +242,6 @@ def test_a_full_disk_does_not_fail_a_request(
         assert answer.report.computed_now == 1
     with pytest.raises(StoreError, match="No space left"):
         engine.cache_chunks([new])
-
-
-def test_a_new_store_that_cannot_be_written_fails_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even where the size of its blocks cannot be kept."""
-    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    expected = engine.generate(PROMPT, TEXTS, max_new_tokens=4, on_miss="text").text
-
-    def full(*arguments: object, **options: object) -> None:
-        raise StoreError("no space left")
-
-    monkeypatch.setattr(engine.store, "agree_block_size", full)
-    monkeypatch.setattr(engine.store, "put", full)
-    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=4, method="reuse")
-    assert answer.text == expected
-    assert answer.report.chunk_misses == {"absent": len(TEXTS)}
 
 
 def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(

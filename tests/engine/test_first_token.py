@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files.chunk_file import ChunkFile
-from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
-from samkv_integrations.engine.working_cache import DenseCache, SparseCache
-from samkv_integrations.errors import PromptTooLong
-from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.guided import GuidedRecompute
 from tests.support.asking import ask, first_token_by
@@ -96,66 +88,6 @@ def test_a_prompt_that_ends_with_a_chunk_is_answered(engine: Engine, method: str
     if method == "recompute":
         expected = plain_logits(engine.model, asked.layout)
         torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
-
-
-def test_an_answer_goes_on_with_everything_unless_a_call_says_so(
-    engine: Engine,
-) -> None:
-    kinds = {
-        (method, str(rule)): type(ask(engine, PROMPT, CHUNKS, method, eviction=rule).first.cache)
-        for method in ("samkv-guided", "reuse")
-        for rule in (None, "none", "quest", "h2o")
-    }
-    for (method, rule), kind in kinds.items():
-        assert kind is (SparseCache if rule == "quest" else DenseCache), (method, rule)
-    budget = Quest(budget_tokens=70)
-    report = ask(engine, PROMPT, CHUNKS, "reuse", eviction=budget).report
-    assert report.kept_ratio == pytest.approx(70 / report.context_tokens)
-    assert report.eviction == "quest"
-
-
-@pytest.mark.parametrize("room", [0, 1])
-def test_a_prompt_and_answer_beyond_the_window_are_refused(engine: Engine, room: int) -> None:
-    n_tokens = ask(engine, PROMPT, CHUNKS, "reuse").layout.n_tokens
-    asked = {"method": "reuse", "max_new_tokens": 8, "context_window": n_tokens + 8 - room}
-    if room:
-        with pytest.raises(PromptTooLong, match=f"prompt of {n_tokens} tokens"):
-            engine.generate(PROMPT, CHUNKS, **asked)
-    else:
-        assert engine.generate(PROMPT, CHUNKS, **asked).report.prompt_tokens == n_tokens
-
-
-# --- what is computed --------------------------------------------------------------------------
-
-
-# --- what is read ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [MemoryChunk, ChunkFile], ids=["memory", "file"])
-def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
-    kind: type, on_disk: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By one call a chunk, and no block by itself."""
-    asked_of = on_disk if kind is ChunkFile else engine
-    calls: Counter[str] = Counter()
-    whole = kind.read_layers
-
-    def read_layers(chunk: Any, first: int, out: Tensor) -> None:
-        calls[chunk.key] += 1
-        whole(chunk, first, out)
-
-    def read_blocks(*_: Any) -> None:
-        raise AssertionError("a block was read by itself")
-
-    monkeypatch.setattr(kind, "read_layers", read_layers)
-    monkeypatch.setattr(kind, "read_blocks", read_blocks)
-    ask(asked_of, PROMPT, CHUNKS, FEW)  # no block is computed again as a whole
-    assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
-
-
-def test_full_prefill_reads_no_entry(engine: Engine) -> None:
-    report = ask(engine, PROMPT, CHUNKS, "recompute").report
-    assert report.bytes_read == 4 * sum(map(len, CHUNKS))  # the token ids, on opening
 
 
 # --- broken caches -----------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.resolve import MAX_HELD, OnMiss
 from tests.support.handles import issued
@@ -181,30 +180,6 @@ def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
 
 
 # -- descriptors -------------------------------------------------------------------------------
-
-
-def test_a_chunk_that_is_named_often_is_opened_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = "\n\n".join([TEXTS[0]] * 10 + [TEXTS[1]] * 10 + ["Q?"])
-    in_memory = Engine(engine.model, block_size=8)
-    in_memory.cache_chunks(TEXTS)
-    opened: list[StoredChunk] = []
-    opens = engine.store.open
-
-    def noted(*arguments: Any) -> StoredChunk:
-        opened.append(opens(*arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(engine.store, "open", noted)
-    for method in ("reuse", "samkv-guided", "samkv-fusion", "recompute"):
-        opened.clear()
-        answer = engine.generate(prompt, method=method, max_new_tokens=4)
-        assert answer.text == in_memory.generate(prompt, method=method, max_new_tokens=4).text
-        assert (answer.report.found, len(opened)) == (20, 2)
-    once = engine.generate(f"{TEXTS[0]}\n\n{TEXTS[1]}\n\nQ?", method="reuse", max_new_tokens=1)
-    often = engine.generate(prompt, method="reuse", max_new_tokens=1)
-    assert often.report.bytes_read == once.report.bytes_read
 
 
 def test_one_that_is_lost_is_lost_wherever_it_is_named(engine: Engine) -> None:

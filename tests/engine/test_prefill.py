@@ -26,6 +26,7 @@ from samkv_integrations.engine.prefill import (
 )
 from samkv_integrations.model.model import Model
 from tests.support.chunks import cache_of, decoded
+from tests.support.covering import covering
 from tests.support.models import FAMILIES, hf_model, tiny_model
 
 BLOCK = 8
@@ -119,8 +120,7 @@ def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
 # --- keys, values, local queries ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", [(), (1,), (1, 50, 60)], ids=["none", "bos", "longer"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "prefix"), covering(FAMILIES, [(), (1,), (1, 50, 60)], times=2))
 def test_captured_entries_are_those_of_transformers_own_cache(
     family: str, prefix: tuple[int, ...]
 ) -> None:
@@ -155,8 +155,7 @@ def test_the_local_query_is_the_mean_of_the_local_blocks_queries_before_rope(fam
         torch.testing.assert_close(cached.local_query, expected, **BATCHED)
 
 
-@pytest.mark.parametrize("prefix", [(), (1,)], ids=["none", "bos"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "prefix"), covering(FAMILIES, [(), (1,)]))
 def test_a_batch_of_different_lengths_equals_one_by_one(
     family: str, prefix: tuple[int, ...]
 ) -> None:
@@ -235,8 +234,7 @@ def expected_of(attention: Tensor, block: int, n_prefix: int) -> Expected:
     )
 
 
-@pytest.mark.parametrize("prefix", [(), (1,)], ids=["none", "bos"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "prefix"), [("llama3-rope", (1,)), ("qwen3", ())])
 def test_statistics_are_those_of_the_eager_attention(family: str, prefix: tuple[int, ...]) -> None:
     model, block, n_tokens = tiny_model(family), 4, 150
     n_outliers = 0

@@ -127,23 +127,6 @@ def test_a_layer_or_all_of_them() -> None:
                 of_layer(layer)
 
 
-def test_the_chunks_of_a_layer() -> None:
-    """Their mean over layers is what is said of all layers."""
-    found = seen_by("samkv-guided")
-    assert found.chunks_at() == found.chunks
-    for index, chunk in enumerate(found.chunks):
-        at = [found.chunks_at(layer)[index] for layer in range(found.n_layers)]
-        own = found.chunk_of == index
-        for layer, each in enumerate(at):
-            recomputed = (found.states[layer, own] == State.RECOMPUTED).sum()
-            assert each.recomputed * each.n_tokens == pytest.approx(float(recomputed))
-            assert each.text == chunk.text
-        for name in ("kept", "recomputed", "dropped", "attention", "full_attention"):
-            mean = sum(getattr(each, name) for each in at) / len(at)
-            assert mean == pytest.approx(getattr(chunk, name), abs=1e-6)
-    assert found.chunks_at(0) != found.chunks_at(found.n_layers - 1)
-
-
 def test_nothing_is_stored_and_nothing_is_taken_from_earlier_prompts() -> None:
     asked = Engine(engine().model, method="samkv-guided")
     asked.cache_chunks(CHUNKS[:2])
@@ -164,12 +147,6 @@ def test_prompts_without_a_chunk_and_such_as_end_with_one() -> None:
     last = inspect(engine(), f"Read:\n{CHUNKS[0]}", CHUNKS[:1], method="reuse", max_new_tokens=2)
     assert last.state_at()[-1] == State.RECOMPUTED
     assert {*last.state_at()[:-1]} == {State.UNCACHED, State.KEPT}
-
-
-def test_a_chunk_that_stands_in_two_places_is_two_chunks() -> None:
-    prompt = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{CHUNKS[0]}\n\nWhy?"
-    found = inspect(engine(), prompt, CHUNKS[:2], method="reuse", max_new_tokens=1)
-    assert [chunk.text for chunk in found.chunks] == [CHUNKS[0], CHUNKS[1], CHUNKS[0]]
 
 
 def test_the_trained_model_looks_at_the_chunk_that_answers() -> None:
