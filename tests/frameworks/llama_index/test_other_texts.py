@@ -16,7 +16,7 @@ from llama_index.core.query_engine import BaseQueryEngine, RetrieverQueryEngine
 from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import BaseNode, Document
 
-from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from llama_index.llms.samkv import SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
@@ -90,12 +90,6 @@ def test_a_text_is_computed_once_and_reused_by_later_questions(llm: SamKVLLM, na
     assert (again.found, again.reused, again.computed_now) == (first.found, first.found, 0)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_without_the_postprocessor_nothing_is_found(llm: SamKVLLM, name: str) -> None:
-    report = asked(llm, ENGINES[name](llm), EMPLOYER, "Vasumex Trading")
-    assert (report.found, report.ran, report.chunk_misses) == (0, "recompute", {})
-
-
 def test_before_the_replacement_it_announces_sentences(llm: SamKVLLM) -> None:
     """So that the order which the guide names is one that matters."""
     index = VectorStoreIndex(sentences(), embed_model=OfflineEmbedding())
@@ -106,13 +100,3 @@ def test_before_the_replacement_it_announces_sentences(llm: SamKVLLM) -> None:
     engine = index.as_query_engine(llm=llm, similarity_top_k=6, node_postprocessors=wrong)
     sources = engine.query(EMPLOYER).source_nodes
     assert sources and not any(llm.engine.is_cached(node.get_content()) for node in sources)
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_they_may_be_cached_at_ingest(llm: SamKVLLM, name: str) -> None:
-    if name == "AutoMergingRetriever":
-        SamKVCacheTransform(llm=llm)(hierarchy())
-    else:
-        llm.engine.cache_chunks([node.metadata["window"] for node in sentences()])
-    report = asked(llm, ENGINES[name](llm), EMPLOYER, "Vasumex Trading")
-    assert report.reused == report.found > 0
