@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from safetensors import safe_open
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache
@@ -194,34 +193,6 @@ def test_bytes_are_those_of_the_specification(sizes: tuple[str, int, int, int, i
     assert encoded(chunk) == file_by_hand(chunk)
 
 
-@pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_safetensors_reads_what_we_wrote(
-    tmp_path: Path, sizes: tuple[str, int, int, int, int]
-) -> None:
-    chunk = case(*sizes)
-    path = tmp_path / "chunk.safetensors"
-    path.write_bytes(encoded(chunk))
-    expected = {
-        "token_ids": chunk.token_ids,
-        "block_max": chunk.statistics.block_max,
-        "block_min": chunk.statistics.block_min,
-        "stable": chunk.statistics.stable.to(torch.uint8),
-        "outliers": chunk.statistics.outliers.to(torch.uint8),
-        "text": torch.tensor(list(chunk.text.encode()), dtype=torch.uint8),
-        "local_query": chunk.local_query,
-        "summary_codes": chunk.block_means.codes,
-        "summary_scale": chunk.block_means.scale,
-        "key_range": chunk.key_range,
-        "entries": chunk.entries,
-    }
-    with safe_open(path, "pt") as file:
-        assert set(file.keys()) == {"macs", *expected}
-        assert file.metadata()["key"] == chunk.key
-        for name, tensor in expected.items():
-            found = file.get_tensor(name)
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
-
-
 def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
     """Everything counted: text, statistics, block_means, MACs, header. Of Qwen2.5-0.5B's shape."""
     sizes = {}
@@ -287,7 +258,7 @@ def test_a_key_range_that_is_no_number_is_corrupt_whatever_its_mac_says(
 
 def test_a_file_of_any_other_length_is_corrupt(path: Path, chunk: ChunkCache) -> None:
     data = path.read_bytes()
-    for length in range(len(data)):
+    for length in (*range(0, len(data), 11), len(data) - 1):
         path.write_bytes(data[:length])
         assert reason_of(path, chunk) == "corrupt"
     path.write_bytes(data + b"\0")
@@ -370,6 +341,35 @@ def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
         assert reason_of(path, chunk) == "corrupt"
 
 
+def block_range(layout: FileLayout, layer: int, block: int) -> tuple[int, int]:
+    """First byte, and the one after the last, of one block's entries at one layer."""
+    first, n_bytes = layout.block_places[block]
+    start = layout.tensors["entries"].start + layer * layout.layer_bytes + first
+    return start, start + n_bytes
+
+
+def test_a_region_is_sound_in_its_own_place_only(path: Path, chunk: ChunkCache) -> None:
+    """Two blocks exchanged with their MACs, and one of another chunk of the store with its own."""
+    layout = FileLayout.of(chunk, NAMESPACE)
+    sound = path.read_bytes()
+    other = encoded(random_chunk(8, N_TOKENS, SMALL))
+    assert len(other) == len(sound)
+    start = len(sound) - layout.size
+    blocks = [slice(*(start + at for at in block_range(layout, 1, block))) for block in (1, 2)]
+    first = start + 16 * (11 + chunk.blocks.n_blocks + 1)
+    macs = [slice(first, first + 16), slice(first + 16, first + 32)]
+    exchanged, moved = bytearray(sound), bytearray(sound)
+    for one, two in (blocks, macs):
+        exchanged[one], exchanged[two] = sound[two], sound[one]
+        moved[one] = other[one]
+    for data in (exchanged, moved):
+        path.write_bytes(data)
+        with open_file(path, chunk) as stored:
+            read_block(stored, 1, 0)
+            with pytest.raises(CacheMiss, match="corrupt"):
+                read_block(stored, 1, 1)
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -380,18 +380,11 @@ def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
         lambda h: h["stable"].update(dtype="I8"),
         lambda h: h["entries"].update(shape=h["entries"]["shape"][::-1]),
         lambda h: h.update(block_max=h["block_min"], block_min=h["block_max"]),
-        lambda h: h["__metadata__"].update(n_tokens="8"),
-        lambda h: h["__metadata__"].update(n_tokens="0"),
-        lambda h: h["__metadata__"].update(n_tokens="-9"),
-        lambda h: h["__metadata__"].update(n_tokens=9),
-        lambda h: h["__metadata__"].update(n_tokens=float("inf")),
-        lambda h: h["__metadata__"].update(n_tokens="9" * 100),
-        lambda h: h["__metadata__"].update(n_tokens="9" * 100_000),
-        lambda h: h["__metadata__"].update(n_tokens=2**60),
-        lambda h: h["__metadata__"].update(n_text="1"),
-        lambda h: h["__metadata__"].update(n_text="-1"),
-        lambda h: h["__metadata__"].update(n_text=str(2**60)),
-        lambda h: h["__metadata__"].pop("n_text"),
+        *(
+            lambda h, n=n: h["__metadata__"].update(n_tokens=n)
+            for n in ("8", "0", "-9", 9, float("inf"), "9" * 100, "9" * 100_000, 2**60)
+        ),
+        *(lambda h, n=n: h["__metadata__"].update(n_text=n) for n in ("1", "-1", str(2**60))),
         lambda h: h["__metadata__"].update(namespace="another"),
         lambda h: h["__metadata__"].pop("namespace"),
         lambda h: h["__metadata__"].update(fingerprint_fields="{}"),

@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from samkv_integrations.engine.prefill import (
 from samkv_integrations.model.model import Model
 from tests.support.chunks import cache_of, decoded
 from tests.support.covering import covering
-from tests.support.models import FAMILIES, hf_model, tiny_model
+from tests.support.models import FAMILIES, tiny_model
 
 BLOCK = 8
 ANCHORS = 3 * BLOCK  # one initial and two local blocks
@@ -178,82 +177,6 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
     (bare_keys, bare_values), (keys, values) = rows_of(bare), rows_of(alone)
     assert float((bare_values[1:] - values[1:]).abs().max()) > 0.1, "the prefix is seen"
     torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
-
-
-# --- attention statistics ----------------------------------------------------------------------
-
-
-@cache
-def eager_model(family: str) -> Any:
-    """The same weights in a model that hands out its attention."""
-    hf = hf_model(family).train(False)
-    hf.set_attn_implementation("eager")
-    return hf
-
-
-def slope(values: list[float]) -> float:
-    """Of log(values) over log(1, 2, ...), least squares; attention below 1e-8 counts as 1e-8."""
-    u = [math.log(x) for x in range(1, len(values) + 1)]
-    v = [math.log(max(a, 1e-8)) for a in values]
-    mean_u, mean_v = sum(u) / len(u), sum(v) / len(v)
-    above = sum((a - mean_u) * (b - mean_v) for a, b in zip(u, v, strict=True))
-    return above / sum((a - mean_u) ** 2 for a in u)
-
-
-@dataclass
-class Expected:
-    """Statistics of one layer, from its attention probabilities."""
-
-    alpha: list[float | None]
-    block_max: int
-    block_min: int
-    outliers: set[int]
-
-
-def expected_of(attention: Tensor, block: int, n_prefix: int) -> Expected:
-    """Appendix A.1 from (H, P + T, P + T) probabilities, for a chunk that has a middle."""
-    mean = attention.double().mean(0)[n_prefix:, n_prefix:].tolist()
-    n_tokens = len(mean)
-    columns = [[mean[row][t] for row in range(t + 1, n_tokens)] for t in range(n_tokens)]
-    alpha = [-slope(column) if len(column) >= 8 else None for column in columns]
-    n_blocks = math.ceil(n_tokens / block)
-    importance, prominence = {}, {}
-    for b in range(1, n_blocks - 2):
-        tokens = range(b * block, (b + 1) * block)
-        importance[b] = min(a for t in tokens if (a := alpha[t]) is not None)
-        prominence[b] = max(sum(columns[t]) / len(columns[t]) for t in tokens)
-    fitted = [a for a in alpha if a is not None]
-    centre = sum(fitted) / len(fitted)
-    sigma = math.sqrt(sum((a - centre) ** 2 for a in fitted) / len(fitted))
-    middle = range(block, (n_blocks - 2) * block)
-    return Expected(
-        alpha=alpha,
-        block_max=min(importance, key=lambda b: importance[b]),
-        block_min=min(prominence, key=lambda b: prominence[b]),
-        outliers={t for t in middle if (a := alpha[t]) is not None and a < centre - 3 * sigma},
-    )
-
-
-@pytest.mark.parametrize(("family", "prefix"), [("llama3-rope", (1,)), ("qwen3", ())])
-def test_statistics_are_those_of_the_eager_attention(family: str, prefix: tuple[int, ...]) -> None:
-    model, block, n_tokens = tiny_model(family), 4, 150
-    n_outliers = 0
-    for seed in range(2):
-        chunk = new_chunk(n_tokens, seed)
-        (cached,) = caches_of(model, [chunk], prefix, block)
-        with torch.inference_mode():
-            out = eager_model(family)(
-                torch.tensor([prefix + chunk.token_ids]), output_attentions=True
-            )
-        for layer, attention in enumerate(out.attentions):
-            expected = expected_of(attention[0], block, len(prefix))
-            statistics = cached.statistics
-            assert int(statistics.block_max[layer]) == expected.block_max
-            assert int(statistics.block_min[layer]) == expected.block_min
-            outliers = set(statistics.outliers[layer].nonzero()[:, 0].tolist())
-            assert outliers == expected.outliers
-            n_outliers += len(outliers)
-    assert n_outliers > 0, "nothing stands out: the comparison of outliers is empty"
 
 
 # --- the engine's side -------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 from tests.support.covering import covering
-from tests.support.executors import Nobody
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.processes import wait_until
 from tests.support.records import builtin
@@ -215,19 +214,6 @@ def test_wrong_limits(limits: dict[str, int], message: str) -> None:
         Limits(**limits)
 
 
-def test_two_engines_of_one_scheduler(steps: Steps) -> None:
-    model = tiny_model("llama")
-    scheduler = Scheduler(model)
-    engines = [Engine(model, block_size=8, scheduler=scheduler) for _ in range(2)]
-    steps.hold()
-    with ThreadPoolExecutor(2) as threads:
-        asked = [threads.submit(each.generate, PROMPTS[0], max_new_tokens=8) for each in engines]
-        steps.wait_for_answers(scheduler, 2)
-        steps.release()
-        one, two = (each.result(PATIENCE_S).text for each in asked)
-    assert one == two and 2 in steps.batches
-
-
 # -- between steps ------------------------------------------------------------------------------
 
 
@@ -266,19 +252,6 @@ def test_work_and_answers_take_turns(engine: Engine) -> None:
             is_answered.set()
         ingesting.result(PATIENCE_S)
     assert order
-
-
-def test_run_returns_and_raises(engine: Engine) -> None:
-    def fail() -> None:
-        raise MemoryError("no more")
-
-    run = engine.scheduler.run
-    assert run(threading.current_thread) is not threading.current_thread()
-    assert run(lambda: run(threading.current_thread)) is run(threading.current_thread)
-    assert run(torch.is_inference_mode_enabled)
-    with pytest.raises(MemoryError, match="no more"):
-        run(fail)
-    assert engine.generate(PROMPTS[0], max_new_tokens=2).text
 
 
 # -- owners -------------------------------------------------------------------------------------
@@ -572,17 +545,6 @@ def test_a_failed_step_ends_its_answers_alone(engine: Engine, steps: Steps) -> N
 
 
 # -- tasks --------------------------------------------------------------------------------------
-
-
-def test_tasks_hold_no_thread_of_the_default_executor(engine: Engine, steps: Steps) -> None:
-    alone = [engine.generate(prompt, max_new_tokens=8).text for prompt in PROMPTS]
-
-    async def ask() -> list[str]:
-        asyncio.get_running_loop().set_default_executor(Nobody())
-        asked = [engine.agenerate(prompt, max_new_tokens=8) for prompt in PROMPTS * 5]
-        return [answer.text for answer in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask()) == alone * 5
 
 
 def test_a_stream_for_tasks(talking: Engine) -> None:

@@ -16,7 +16,6 @@ from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.engine.tuned import TUNED_FILE, TunedSetting, read_tuned, write_tuned
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.llm.engine_args import ModelSource, engine_of, own_choices
 from samkv_integrations.prompt import rag_prompt
 from tests.support.models import tiny_model
 
@@ -147,18 +146,6 @@ def test_a_setting_is_not_for_caches_of_bits_that_it_was_not_measured_on(
     assert engine_on(tmp_path, store_bits=measured).method == SETTING.to_method()
     assert engine_on(tmp_path, store_bits=given, method="reuse").method == METHODS["reuse"]
     assert caplog.text == ""
-
-
-def test_connectors_follow(tmp_path: Path) -> None:
-    tuned_folder(tmp_path, replace(SETTING, store_bits=8))
-    source = ModelSource(
-        model=tiny_model().hf, tokenizer=tiny_model().tokenizer, model_name="tiny-llama",
-        kv_dir=tmp_path / "kv",
-    )  # fmt: skip
-    engine = engine_of(source)
-    assert engine.method == SETTING.to_method() and engine.store_bits == 8
-    # no name stands for it, so that what is remade from a description reads the file again
-    assert own_choices(engine) == (None, None)
 
 
 @pytest.mark.parametrize(
