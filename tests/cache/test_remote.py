@@ -349,32 +349,10 @@ def test_texts_are_forgotten_on_all_machines(machine: Machine) -> None:
     assert machine().known_keys() == []
 
 
-def test_namespaces_do_not_see_each_other(machine: Machine) -> None:
-    red, blue = machine(namespace="red"), machine(namespace="blue")
-    (chunk,) = fill(red)
-    assert blue.fingerprints() == []
-    assert blue.known_keys() == []
-    assert not blue.contains(chunk.key, TINY)
-    assert blue.delete(chunk.key) == 0
-    assert machine(namespace="red").contains(chunk.key, TINY)
-
-
 def test_machines_agree_on_a_block_size(machine: Machine) -> None:
     assert machine().agree_block_size(TINY, 16) == 16
     assert machine().agree_block_size(TINY, 32) == 16
     assert machine(namespace="other").agree_block_size(TINY, 32) == 32
-
-
-def test_the_local_tier_keeps_to_its_budget(local: Machine) -> None:
-    first = local()
-    chunks = fill(first, 6)
-    n_bytes = first.stats().bytes // 6
-    second = local(max_bytes=int(2.5 * n_bytes))
-    for _ in range(2):
-        for chunk in chunks:
-            with second.open(chunk.key, TINY) as stored:
-                assert read_all(stored).equal(chunk.entries)
-            assert second.stats().bytes <= 2.5 * n_bytes
 
 
 def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path) -> None:

@@ -41,16 +41,6 @@ def test_reports_are_those_of_the_block_in_order(engine: Engine) -> None:
     assert reports == expected
 
 
-def test_a_block_in_a_block(engine: Engine) -> None:
-    with collect_reports() as outer:
-        answer(engine)
-        with pytest.raises(KeyError), collect_reports() as inner:
-            answer(engine)
-            raise KeyError
-        answer(engine)
-    assert (len(outer), len(inner)) == (3, 1) and outer[1] is inner[0]
-
-
 def drained(stream: Any) -> None:
     list(stream)
 
@@ -105,18 +95,6 @@ def test_tasks_and_their_threads_take_part(engine: Engine) -> None:
         expected = asyncio.run(ask())
     by_size = sorted(reports, key=lambda report: report.prompt_tokens)
     assert by_size == expected
-
-
-def test_two_queries_at_once_are_kept_apart(engine: Engine) -> None:
-    async def query(n: int) -> int:
-        with collect_reports() as reports:
-            await asyncio.gather(*(asyncio.to_thread(answer, engine, SHORT, 1) for _ in range(n)))
-        return len(reports)
-
-    async def both() -> list[int]:
-        return await asyncio.gather(query(1), query(3))
-
-    assert asyncio.run(both()) == [1, 3]
 
 
 # -- the total ----------------------------------------------------------------------------------

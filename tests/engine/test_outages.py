@@ -157,19 +157,6 @@ def test_nothing_that_prompts_need_raises(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("fails", FAILURES)
-def test_an_engine_that_knows_nothing_of_the_store_yet_answers(
-    engine: Engine, fails: Failure
-) -> None:
-    """Its block size is settled by chunks that it cannot see."""
-    late = Engine(engine.model, ChunkStore(folder_of(engine)))
-    with fails(folder_of(engine)):
-        for method in ("reuse", "samkv-fusion", "auto"):
-            assert late.generate(ASKED, [NEW, *TEXTS], method=method, max_new_tokens=1).text
-    report = late.generate(PROMPT, method="reuse", max_new_tokens=1).report
-    assert (report.reused, report.chunk_misses) == (3, {})
-
-
 @pytest.mark.parametrize("fails", [*FAILURES, another])
 def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
     with fails(folder_of(engine)), pytest.raises(StoreError, match="next step: ") as caught:

@@ -71,15 +71,6 @@ def test_the_longest_beginning_that_agrees_with_any_is_taken(
     assert longest - LEAST < found <= longest  # what adds fewer tokens is not held
 
 
-def test_they_stay_within_their_budget_and_the_one_used_longest_ago_goes_first() -> None:
-    cache = PrefixCache(100 * TOKEN_BYTES)
-    for first in (1, 2):
-        leave(cache, [first] * 40)
-    assert taken(cache, [1] * 41) == 40  # used: 2 is the oldest now
-    leave(cache, [3] * 40)
-    assert [taken(cache, [first] * 41) for first in (1, 2, 3)] == [40, 0, 40]
-
-
 def test_a_pass_that_began_before_they_were_cleared_leaves_nothing() -> None:
     """Its prompt may hold the very text that was deleted meanwhile."""
     cache = PrefixCache(2**20)

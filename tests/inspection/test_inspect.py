@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from samkv_integrations.engine.blend import State
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption, PromptTooLong
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.inspection import Inspection, inspect
 from samkv_integrations.methods import METHODS, Method
 from tests.support.laws import CHUNKS, PROMPT, engine_of
@@ -162,12 +161,3 @@ def test_the_trained_model_looks_at_the_chunk_that_answers() -> None:
     number = [at for at, piece in enumerate(found.pieces) if piece.strip() == RECORDS[2].workers]
     states = found.state_at()
     assert not number or State.RECOMPUTED in {states[at] for at in number}
-
-
-def test_errors_are_those_of_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(PromptTooLong):
-        seen_by("reuse", max_new_tokens=10**6)
-    with pytest.raises(InvalidOption, match="max_new_tokens=0"):
-        seen_by("reuse", max_new_tokens=0)
-    with pytest.raises(InvalidOption, match="cannot be written"):
-        seen_by("reuse").save_html(tmp_path / "nowhere" / "page.html")

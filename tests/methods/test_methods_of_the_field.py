@@ -274,25 +274,14 @@ def test_ape_reads_its_shared_prefix_once() -> None:
 @pytest.mark.parametrize(
     ("part", "option", "value", "allowed"),
     [
-        (MultiInfllmSelect, "max_kept_ratio", -0.1, "between 0 and 1"),
         (MultiInfllmSelect, "max_kept_ratio", 1.5, "between 0 and 1"),
-        (MultiInfllmSelect, "max_kept_ratio", math.nan, "between 0 and 1"),
-        (MultiInfllmSelect, "max_kept_ratio", None, "between 0 and 1"),
-        (CacheblendRecompute, "ratio", 1.01, "between 0 and 1"),
         (CacheblendRecompute, "ratio", None, "between 0 and 1"),
-        (CacheblendRecompute, "layer", -1, "0 or more"),
-        (A3Recompute, "ratio", -0.5, "between 0 and 1"),
         (A3Recompute, "ratio", math.inf, "between 0 and 1"),
         (A3Recompute, "layer", -3, "0 or more"),
-        (EpicRecompute, "first", -1, "0 or more"),
         (EpicRecompute, "last", -2, "0 or more"),
-        (EpicRecompute, "ratio", 1.5, "between 0 and 1"),
         (EpicRecompute, "ratio", math.nan, "between 0 and 1"),
         (ApeAttention, "temperature", 0, "above 0"),
-        (ApeAttention, "temperature", -1.0, "above 0"),
-        (ApeAttention, "temperature", math.nan, "above 0"),
         (ApeAttention, "scale", -0.1, "0 or more"),
-        (ApeAttention, "scale", math.nan, "0 or more"),
     ],
 )
 def test_bad_options_name_the_value_and_what_is_allowed(

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 from langchain_classic.chains import RetrievalQA, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -19,7 +19,6 @@ from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.callbacks import Callbacks
 from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import BaseDocumentCompressor, Document
-from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -286,37 +285,6 @@ class _Chats:
         return self._setting.asked(question, answer, *memory)
 
 
-class _State(TypedDict):
-    question: str
-    documents: list[Document]
-    answer: str
-
-
-def _graph(setting: Setting) -> Ask:
-    llm, retriever = setting.chat(), setting.retriever()
-
-    def retrieve(state: _State) -> dict[str, Any]:
-        return {"documents": retriever.invoke(state["question"])}
-
-    def answer(state: _State) -> dict[str, Any]:
-        prompt = TEMPLATE.format(context=join(state["documents"]), question=state["question"])
-        return {"answer": llm.invoke([HumanMessage(prompt)]).content}
-
-    graph = StateGraph(_State)
-    graph.add_node("retrieve", retrieve)
-    graph.add_node("answer", answer)
-    graph.add_edge(START, "retrieve")
-    graph.add_edge("retrieve", "answer")
-    graph.add_edge("answer", END)
-    app = graph.compile()
-
-    def ask(question: str) -> Asked:
-        found = app.invoke({"question": question})
-        return asked(found["answer"], found["documents"], found)
-
-    return ask
-
-
 def _checkpointed(setting: Setting) -> Ask:
     """Chats of `TURNS` questions, remembered by LangGraph."""
     llm, retriever, count = setting.chat(), setting.retriever(), itertools.count()
@@ -350,6 +318,5 @@ CHAINS: Mapping[str, Make] = {
     "RetrievalQA": _retrieval_qa,
     "ContextualCompressionRetriever": _compressed,
     "RunnableWithMessageHistory": _Chats,
-    "LangGraph": _graph,
     "LangGraph, checkpointed": _checkpointed,
 }
