@@ -155,21 +155,6 @@ def test_what_comes_back_is_within_half_a_step(
     assert (step <= span / levels * 1.001 + 2.0**-22).all()
 
 
-def test_halves_of_heads_have_their_own_scales_and_tokens_theirs() -> None:
-    """An outlier channel costs other halves of keys nothing; an outlying value, other tokens'."""
-    form, keys, values = of(4), normal(1, 50, 2, 8), normal(2, 50, 2, 8)
-    alone = there_and_back(form, keys, values)
-    keys[..., 3] *= 1000
-    values[7, 1, 2] = 1000
-    beside = there_and_back(form, keys, values)
-    assert torch.equal(beside[0][..., 4:], alone[0][..., 4:])
-    assert not torch.equal(beside[0][..., :3], alone[0][..., :3])
-    same = torch.ones(50, 2, dtype=torch.bool)
-    same[7, 1] = False
-    assert torch.equal(beside[1][same], alone[1][same])
-    assert not torch.equal(beside[1][7, 1], alone[1][7, 1])
-
-
 # --- groups ------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from samkv_integrations import Engine, Report, Total, collect_reports
+from tests.support.processes import wait_until
 from tests.support.served import PROMPT, TEXTS, engine_on
 from tests.support.steps import Steps
-from tests.support.waiting import wait_until
 
 SHORT = f"{TEXTS[0]}\n\nQ?"
 
@@ -67,7 +67,8 @@ def test_a_stream_reports_once_when_it_ends(engine: Engine, end: Callable[[Any],
     end(streams[0])
     streams.clear()
     gc.collect()
-    wait_until(lambda: len(reports) > 0)  # a dropped one is told by a thread of its own
+    # a dropped one is told by a thread of its own
+    wait_until(lambda: len(reports) > 0, "it is told")
     (report,) = reports
     assert report.completion_tokens == (3 if end is drained else 1) and report.found == 3
 

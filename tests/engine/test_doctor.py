@@ -137,13 +137,6 @@ def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers()
     assert {chunk[-1] for chunk in CHUNKS} == {"."}
 
 
-def test_a_change_that_is_not_negligible_is_a_warning() -> None:
-    model = tiny_model("qwen2")
-    four = examined(model, "store_bits=4")["store_bits=4"]
-    assert four.ok and four.is_warning and "of 12 prompts" in four.detail
-    assert str(four.to_row()["detail"]).startswith("warning: ")
-
-
 @pytest.mark.parametrize(
     ("limit", "advised", "warns"), [(1e9, 4, False), (1e-2, 8, True), (0.0, 16, True)]
 )

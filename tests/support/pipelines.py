@@ -43,6 +43,12 @@ def title_of(body: str) -> str:
 
 
 def questions(number: int) -> list[Question]:
+    """So many of those that fit together."""
+    return _questions()[:number]
+
+
+@cache
+def _questions() -> list[Question]:
     """Held-out questions whose documents can share an index: no name is part of another.
 
     Single facts only, and only where the document asked about is among the `TOP_K` that the
@@ -60,14 +66,11 @@ def questions(number: int) -> list[Question]:
     embedding = HashingEmbedding()
     asked = np.array(embedding.embed([question.question for question in apart]))
     nearest = np.argsort(-asked @ np.array(embedding.embed(bodies)).T)[:, :TOP_K]
-    served = [
+    return [
         question
         for question, places in zip(apart, nearest, strict=True)
         if any(title_of(bodies[place]) in question.question for place in places)
     ]
-    if len(served) < number:
-        raise ValueError(f"{number} questions; there are {len(served)} that fit together")
-    return served[:number]
 
 
 @dataclass(frozen=True, kw_only=True)
