@@ -104,6 +104,13 @@ class Case:
         chosen = (torch.rand(n_entries, generator=random) < share).nonzero()[:, 0].tolist()
         return cls(query, keys, sorted({*chosen, n_entries - 1}), n_entries)
 
+    def attention(self, head: int, entry: int, entries: list[int]) -> dict[int, float]:
+        """Weights that query ``head`` of ``entry`` gives to ``entries``."""
+        group = self.query.shape[0] // self.keys.shape[1]
+        keys = self.keys[entries, head // group].double()
+        logits = keys @ self.query[head, entry].double() * 8**-0.5
+        return dict(zip(entries, logits.softmax(0).tolist(), strict=True))
+
     def evicted(self, rule: DroppingEviction, budget: int) -> list[list[set[int]]]:
         """What each key-value head holds after the prompt and after every step, by the code."""
         n_steps, n_kv_heads = len(self.keys) - self.n_entries, self.keys.shape[1]
@@ -142,6 +149,18 @@ def held(cache: DenseCache, n_prompt: int) -> list[set[int]]:
     flags = [[name < n_prompt and name % 3 < 2 for name in names] for names in entries]
     assert cache.is_context(0).tolist() == flags, "an entry has another one's flag"
     return [set(names) for names in entries]
+
+
+def union_of_best(scores: list[dict[int, float]], count: int) -> set[int]:
+    """The best of every head while that fits, then the next ones, of the largest sum first."""
+    ranked = [sorted(given, key=lambda entry: (-given[entry], entry)) for given in scores]
+    kept: set[int] = set()
+    for rank in range(len(ranked[0])):
+        new = {entries[rank] for entries in ranked} - kept
+        by_sum = sorted(new, key=lambda entry: (-sum(given[entry] for given in scores), entry))
+        kept |= set(by_sum[: count - len(kept)])
+    assert len(kept) == min(count, len(ranked[0]))
+    return kept
 
 
 def by_hand(*wanted: int) -> Case:
