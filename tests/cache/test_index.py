@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Index, IndexedChunks
+from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import tiny_fingerprint
@@ -81,19 +81,6 @@ def found(index: Index, of: Entry, namespace: str = "") -> list[str]:
 
 
 class TestBudget:
-    def test_the_least_recently_used_go_first(self, index: Index) -> None:
-        index.set_budget(300, {})
-        old = [entry(number) for number in range(3)]
-        for one in old:
-            put(index, one)
-        index.record("", DIGEST, [old[0].key], [])
-        put(index, entry(9))
-        assert files_of(index).removed == [old[1].key]
-        assert index.keys("", None, are_present=True) == keys_of(old[0], old[2], entry(9))
-        assert index.state(DIGEST, old[1].key)[0] == EVICTED
-        assert used(index) == 300
-        assert index.totals("")[0][4:] == (1, 0, 1, 0)
-
     def test_a_file_larger_than_the_budget_evicts_nothing(self, index: Index) -> None:
         index.set_budget(200, {})
         put(index, entry(1))
@@ -119,18 +106,6 @@ def _put_many(folder: Path, worker: int) -> None:
     for number in range(30):
         put(index, entry(100 * worker + number))
         assert used(index) <= 500
-
-
-class TestTexts:
-    def test_what_was_evicted_or_lost_is_known(self, index: Index) -> None:
-        put(index, entry(1))
-        files_of(index).there.clear()
-        index.lose([(DIGEST, entry(1).key)])
-        assert index.state(DIGEST, entry(1).key)[0] == LOST
-        assert found(index, entry(1)) == keys_of(entry(1))
-        assert index.keys("", None, are_present=True) == []
-        put(index, entry(1))
-        assert index.state(DIGEST, entry(1).key)[0] == PRESENT
 
 
 class TestDeletion:
@@ -255,29 +230,6 @@ def test_a_foreign_file_of_that_name_does_no_harm(tmp_path: Path) -> None:
         foreign.execute("CREATE TABLE mine(x)")
     foreign.close()
     assert made(tmp_path, entry(1)).keys("", None) == keys_of(entry(1))
-
-
-def test_what_is_asked_by_key_looks_at_no_other_chunk(index: Index) -> None:
-    """SQLite went through all texts of a namespace for each: 5 ms at 50,000 chunks."""
-    entries = [entry(number) for number in range(3)]
-    for one in entries:
-        put(index, one)
-    statements: list[str] = []
-    with index.transaction() as connection:
-        connection.set_trace_callback(statements.append)
-    (key,) = keys_of(entries[0])
-    assert text_of(index, key) and index.same_texts("", [key]) == {key}
-    assert index.delete("", [key]) == {key}
-    connection.set_trace_callback(None)
-    by_key = [one for one in statements if "key = '" in one or "same = " in one]
-    steps = [
-        step
-        for one in by_key
-        for *_, step in index.rows(f"EXPLAIN QUERY PLAN {one}")
-        if " chunks " in step or " texts " in step
-    ]
-    assert len(steps) >= 6
-    assert all(any(f"{by}=?" in step for by in ("key", "same", "rowid")) for step in steps), steps
 
 
 def test_an_emptied_file_is_replaced_at_once_though_others_have_it_open(tmp_path: Path) -> None:

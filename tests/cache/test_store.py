@@ -11,14 +11,12 @@ import resource
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkContext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -546,15 +544,9 @@ def assert_sound(folder: Path) -> ChunkStore:
 
 
 @pytest.fixture(scope="module")
-def processes() -> ForkServerContext:
-    """Children are forked from a server that runs nothing else: they inherit no lock from here."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with pytest.MonkeyPatch.context() as patch:
-        # The server imports this module once, and then each child starts within milliseconds.
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        forkserver.ensure_running()
-    return context
+def processes() -> ForkContext:
+    """Children are forks, which need not import everything anew; no thread here holds a lock."""
+    return multiprocessing.get_context("fork")
 
 
 def make_stores(folder: Path, start: Barrier, pipe: Connection) -> None:
@@ -566,7 +558,7 @@ def make_stores(folder: Path, start: Barrier, pipe: Connection) -> None:
 
 
 def test_processes_that_make_a_store_at_once_share_its_secret(
-    tmp_path: Path, processes: ForkServerContext
+    tmp_path: Path, processes: ForkContext
 ) -> None:
     start = processes.Barrier(3)
     pipes = [processes.Pipe(duplex=False) for _ in range(3)]
@@ -576,7 +568,7 @@ def test_processes_that_make_a_store_at_once_share_its_secret(
     for process in makers:
         process.start()
     for process in makers:
-        process.join()
+        process.join(60)
     assert [process.exitcode for process in makers] == [0, 0, 0]
     found = [parent.recv() for parent, _ in pipes]
     assert len(found[0]) == 20 and found[0] == found[1] == found[2]
@@ -602,12 +594,12 @@ def put_and_die(folder: Path, step: int) -> None:
     store.put(chunk_for(store, 1))
 
 
-def test_a_writer_may_be_killed_at_every_step(tmp_path: Path, processes: ForkServerContext) -> None:
+def test_a_writer_may_be_killed_at_every_step(tmp_path: Path, processes: ForkContext) -> None:
     for step in count():
         folder = tmp_path / str(step)
         process = processes.Process(target=put_and_die, args=(folder, step))
         process.start()
-        process.join()
+        process.join(60)
         assert sum(name.endswith(".tmp") for name in files(folder)) <= 1
         store = assert_sound(folder)
         if process.exitcode == 0:
@@ -629,7 +621,7 @@ def put_forever(folder: Path, pipe: Connection) -> None:
             store.put(chunk)
 
 
-def test_a_writer_may_be_killed_at_any_moment(folder: Path, processes: ForkServerContext) -> None:
+def test_a_writer_may_be_killed_at_any_moment(folder: Path, processes: ForkContext) -> None:
     moments = random.Random(5)
     for _ in range(8):
         parent, child = processes.Pipe(duplex=False)
@@ -653,9 +645,7 @@ def put_often(folder: Path, start: Barrier) -> None:
             store.put(chunk)
 
 
-def test_readers_among_writers_see_whole_chunks_only(
-    folder: Path, processes: ForkServerContext
-) -> None:
+def test_readers_among_writers_see_whole_chunks_only(folder: Path, processes: ForkContext) -> None:
     start = processes.Barrier(3)
     writers = [processes.Process(target=put_often, args=(folder, start)) for _ in range(2)]
     for process in writers:

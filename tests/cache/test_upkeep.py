@@ -236,14 +236,3 @@ def test_tenants_see_nothing_of_each_other(folder: Path) -> None:
     assert other.stats(everyone=True).n_chunks == 2
     other.delete(mine)
     assert other.fingerprints() == [] and one.fingerprints() == [TINY]
-
-
-def test_a_bare_start_does_not_list_the_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(ChunkStore(folder), 1)
-    scanned: list[object] = []
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: scanned.append(path) or scandir(path))
-    ChunkStore(folder)
-    assert scanned == []

@@ -19,16 +19,6 @@ def filled(path: Path, n: int = 4) -> tuple[ChunkStore, list[str]]:
     return store, [chunk.key for chunk in chunks]
 
 
-def test_reads_all_of_a_namespace(tmp_path: Path) -> None:
-    store, keys = filled(tmp_path)
-    seen: list[tuple[int, int]] = []
-    done = warm(store, progress=lambda *at: seen.append(at))
-    assert (done.n_chunks, done.bytes_read, done.n_left) == (4, store.stats().bytes, 0)
-    assert seen == [(n, 4) for n in range(1, 5)]
-    assert warm(store, {keys[2]}).n_chunks == 1
-    assert warm(ChunkStore(store.path, namespace="nobody")).n_chunks == 0
-
-
 def test_what_was_used_last_is_read_first(tmp_path: Path) -> None:
     store, keys = filled(tmp_path)
     store.record(TINY, used=[keys[1]])

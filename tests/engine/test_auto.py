@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
-from samkv_integrations.errors import StoreError
+from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.support.costs import ONE_PASS, TOKENS_ONLY
@@ -131,15 +129,6 @@ def test_broken_costs_are_as_good_as_none(tmp_path: Path, text: str) -> None:
     assert again.costs == CostModel.assumed(again.model)
 
 
-def test_measuring_gives_usable_figures() -> None:
-    model = tiny_model("qwen2")
-    costs = measure(model, Engine(model, store_bits=4).fingerprint.entry_format)
-    assert costs.layer_s > 0 and costs.entry_s > 0
-    store = MemoryStore()
-    keep_costs(model, store, costs)
-    assert kept_costs(model, store) == costs
-
-
 # -- prefixes ---------------------------------------------------------------------------------
 
 
@@ -160,51 +149,6 @@ def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool
     expected = engine.logits(other, chunks, method="recompute", eviction="none")
     found = engine.logits(other, chunks, method="auto")
     # two ways of adding the same numbers in float32
-    assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
-
-
-def test_a_short_prefix_does_not_keep_many_cached_documents_from_reuse() -> None:
-    first, *others = texts(1, 100) + texts(5, 200, seed=1)
-    engine = engine_with(ONE_PASS)
-    engine.cache_chunks([first, *others])
-    assert engine.generate(prompt([first]), [first], max_new_tokens=1).report.ran == "recompute"
-    engine.costs = TOKENS_ONLY
-    asked = prompt([first, *others])
-    report = engine.generate(asked, [first, *others], max_new_tokens=1).report
-    assert (report.ran, report.reused) == ("epic", 6) and report.exact_tokens >= 100
-    again = engine.generate(prompt([first], question="And?"), [first], max_new_tokens=1)
-    assert again.report.ran == "prefix"
-
-
-@pytest.mark.parametrize("on_miss", ["compute", "text"])
-def test_missed_documents_behind_a_short_prefix_are_cached_for_later(on_miss: Any) -> None:
-    """Going on from the prefix computes them all; as chunks they are computed once and kept."""
-    first, *others = texts(1, 100) + texts(5, 200, seed=1)
-    costs = replace(TOKENS_ONLY, pair_s=0.01)  # chunks are cheaper than what attends to them all
-    engine = engine_with(costs, prefix="bos")
-    engine.generate(prompt([first]), [first], max_new_tokens=1)
-    asked = prompt([first, *others])
-    report = engine.generate(asked, [first, *others], max_new_tokens=1, on_miss=on_miss).report
-    if on_miss == "text":
-        assert report.ran == "prefix" and not report.computed_now
-    else:
-        assert report.ran == "epic" and report.computed_now == 6
-
-
-def test_a_prefix_grows_with_the_documents_behind_it() -> None:
-    chunks = texts(3, 60)
-    engine = engine_with(ONE_PASS)
-    engine.generate(prompt(chunks[:2]), chunks[:2], max_new_tokens=1)
-    reports = [
-        engine.generate(prompt(chunks, question=q), chunks, max_new_tokens=1).report
-        for q in ("Q?", "And?")
-    ]
-    assert [report.ran for report in reports] == ["prefix", "prefix"]
-    assert reports[0].recompute_ratio == pytest.approx(60 / reports[0].context_tokens)
-    assert reports[1].recompute_ratio == 0
-    assert reports[1].prefix_tokens >= reports[0].prefix_tokens + 60
-    found = engine.logits(prompt(chunks), chunks, method="auto")
-    expected = engine.logits(prompt(chunks), chunks, method="recompute", eviction="none")
     assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
 
 
@@ -253,20 +197,6 @@ def test_of_another_beginning_what_agrees_is_taken(change: str) -> None:
     expected = engine.logits(other, chunks, method="recompute", eviction="none")
     found = engine.logits(other, chunks, method="auto")
     assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("options", [{"method": "recompute"}, {"eviction": "snapkv"}], ids=str)
-def test_documents_are_held_for_auto_alone_and_not_with_an_eviction(
-    options: dict[str, Any],
-) -> None:
-    """Other answers read chunks from their caches, or look at the queries of their tokens."""
-    chunks, n_before = texts(3, 60), 1 + 8 + 1
-    cold, warm = engine_with(ONE_PASS), engine_with(ONE_PASS)
-    warm.generate(prompt(chunks), chunks, max_new_tokens=1)
-    asked = prompt(chunks, question="Something else?")
-    for engine, n_held in ((cold, 0), (warm, n_before)):
-        report = engine.generate(asked, chunks, max_new_tokens=1, **options).report
-        assert report.prefix_tokens == n_held
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
@@ -319,23 +249,6 @@ def test_a_missed_chunk_that_stands_twice_in_a_prompt_is_computed_once() -> None
     assert ours[0] == (once + n_rest) * engine.model.n_layers
 
 
-def test_a_store_that_cannot_be_written_does_not_fail_the_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chunks = texts(2, 90)
-    engine = engine_with(TOKENS_ONLY)
-    expected = engine.generate(prompt(chunks), chunks, method="samkv-guided", max_new_tokens=6)
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise StoreError("the disk is full")
-
-    broken = engine_with(TOKENS_ONLY)
-    monkeypatch.setattr(broken.store, "put", refuse)
-    for _ in range(2):
-        answer = broken.generate(prompt(chunks), chunks, method="samkv-guided", max_new_tokens=6)
-        assert answer.text == expected.text and answer.report.computed_now == 2
-
-
 def test_full_prefill_computes_no_chunk_apart() -> None:
     """A baseline that also paid for filling the store would flatter what it is compared with."""
     chunks = texts(2, 90)
@@ -346,15 +259,6 @@ def test_full_prefill_computes_no_chunk_apart() -> None:
         ).report
     assert report.computed_now == 0 and not engine.is_cached(chunks[0])
     assert ours[0] == report.prompt_tokens * engine.model.n_layers
-
-
-def test_text_on_a_miss_keeps_nothing() -> None:
-    chunks = texts(2, 90)
-    engine = engine_with(TOKENS_ONLY)
-    report = engine.generate(
-        prompt(chunks), chunks, method="reuse", max_new_tokens=1, on_miss="text"
-    ).report
-    assert report.computed_now == 0 and not engine.is_cached(chunks[0])
 
 
 def test_auto_leaves_an_empty_store_to_full_prefill() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 from tests.support.models import tiny_model
@@ -45,25 +42,3 @@ def test_a_learned_prefix_was_removed(model: Model, prefix: object) -> None:
 def test_another_policy_is_named(model: Model) -> None:
     with pytest.raises(InvalidOption, match="prefix='magic'; allowed: auto, documents, bos, none"):
         Engine(model, prefix="magic")  # type: ignore[arg-type]
-
-
-def test_caches_made_after_a_learned_prefix_are_misses(
-    model: Model,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    store = ChunkStore(tmp_path / "kv")
-    put = store.put
-
-    def put_as_learned(cache: ChunkCache, **options: Any) -> Any:
-        learned = replace(cache.fingerprint, prefix="1;learned:5d41402abc4b2a76b9719d91")
-        return put(replace(cache, fingerprint=learned), **options)
-
-    monkeypatch.setattr(store, "put", put_as_learned)
-    Engine(model, store).cache_chunks(TEXTS)
-    (tmp_path / "kv" / "samkv-prefix.safetensors").touch()
-    engine = Engine(model, ChunkStore(tmp_path / "kv"))
-    assert engine.generate(PROMPT, max_new_tokens=1, on_miss="text").report.reused == 0
-    assert "after a learned prefix there, a feature that was removed" in caplog.text
-    assert "next step: ingest again" in caplog.text

@@ -3,69 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unicodedata import normalize
 
 import pytest
 
 import samkv_integrations.engine.chunks as module
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache.attention_stats import MIN_CHUNKS
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.errors import ChunkNotCached, InvalidOption, StoreError
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.models import tiny_model
 
 TEXT = "the mill of number one is at the mill, and it grinds"
-
-
-def test_keys_follow_a_block_size_that_was_settled_meanwhile(tmp_path: Path) -> None:
-    """Another process computed the first chunk after these were named, and before they agreed."""
-    first, second = (Engine(tiny_model(), ChunkStore(tmp_path)) for _ in range(2))
-    long = "w" * 2000
-    named = first.chunks.refer([long])
-    second.cache_chunks(["short"])
-    assert first.fingerprint.block_size == second.fingerprint.block_size
-    (agreed,) = first.chunks.agree(named)
-    assert agreed.key != named[0].key
-    assert agreed.key == first.key_of(long) == second.key_of(long)
-
-
-def test_stable_layers_go_by_all_chunks_also_if_somebody_asked_while_they_were_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine(tiny_model(), MemoryStore())
-    n_votes: list[int | None] = []
-
-    def counted(n_layers: int, votes: Any) -> tuple[int, ...]:
-        n_votes.append(None if votes is None else len(votes))
-        return (0,)
-
-    put = engine.store.put
-
-    def asking(chunk: ChunkCache) -> None:
-        assert engine.stable_layers == (0,)
-        put(chunk)
-
-    monkeypatch.setattr(module, "stable_layers", counted)
-    monkeypatch.setattr(engine.store, "put", asking)
-    texts = [f"{TEXT} {number}" for number in range(MIN_CHUNKS)]
-    engine.cache_chunks(texts)
-    assert n_votes[0] is None  # asked when there was none
-    assert engine.stable_layers == (0,)
-    assert n_votes[-1] == MIN_CHUNKS
-
-
-def test_a_store_that_is_gone_leaves_misses(tmp_path: Path) -> None:
-    engine = Engine(tiny_model(), ChunkStore(tmp_path / "kv"))
-    shutil.rmtree(tmp_path / "kv")
-    engine.announce([TEXT])
-    engine.announce([TEXT], "compute")
-    with pytest.raises(ChunkNotCached):
-        engine.announce([TEXT], "error")
 
 
 def test_a_prompt_makes_no_cache_younger(tmp_path: Path) -> None:
@@ -78,21 +28,6 @@ def test_a_prompt_makes_no_cache_younger(tmp_path: Path) -> None:
     assert engine.is_cached("another one")
     engine.cache_chunks([TEXT])
     assert file.stat().st_mtime > 1000
-
-
-def test_a_full_disk_leaves_a_miss_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(tiny_model(), MemoryStore())
-
-    def full(*arguments: object, **options: object) -> None:
-        raise StoreError("No space left")
-
-    monkeypatch.setattr(engine.store, "put", full)
-    fetched: list[str] = []
-    monkeypatch.setattr(engine.store, "prefetch", lambda key, _: fetched.append(key))
-    engine.announce([TEXT], "compute")
-    assert fetched == [engine.key_of(TEXT)] and not engine.is_cached(TEXT)
-    with pytest.raises(StoreError, match="No space left"):
-        engine.cache_chunks([TEXT])
 
 
 def test_a_chunk_inside_a_handle_does_not_occur() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 
@@ -13,12 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine import doctor
 from samkv_integrations.engine import prefill as ingest
-from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, name_of
-from samkv_integrations.engine.doctor import CHUNK_TOKENS, CHUNKS, QUESTION_TOKENS, Check, examine
+from samkv_integrations.engine.costs import kept_costs, name_of
+from samkv_integrations.engine.doctor import CHUNKS, Check, examine
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.attention import attention
 from samkv_integrations.model.loading import load_model
@@ -121,23 +118,6 @@ def test_other_tokens_than_transformers_fail(monkeypatch: pytest.MonkeyPatch, lo
     assert not check.ok and check.detail == "plain prompt and chat: not those of the tokenizer"
 
 
-@pytest.mark.parametrize(
-    ("template", "kinds"),
-    [
-        ("{{ bos_token }}" * 2, "plain prompt and chat"),  # a chat is as its template has it
-        ("", "plain prompt and chat"),
-        (None, "plain prompt"),
-    ],
-)
-def test_prompts_have_the_tokens_of_any_template(template: str | None, kinds: str) -> None:
-    tokenizer = byte_tokenizer(bos=True)
-    after = tokenizer.chat_template.removeprefix("{{ bos_token }}")
-    tokenizer.chat_template = None if template is None else template + after
-    check = examined(Model(hf_model("llama"), tokenizer, "other"), "tokens")["tokens"]
-    assert check.ok and not check.is_warning
-    assert check.detail.startswith(f"{kinds}: those of the tokenizer; caches have ")
-
-
 def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers() -> None:
     """A full stop that ends a chunk and the line break after it become one token."""
     plain = byte_tokenizer(bos=True)
@@ -155,29 +135,6 @@ def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers()
     n_context = sum(len(chunk.replace(".\n", ".")) - 1 for chunk in CHUNKS)
     assert f" {n_context} of " in checks["tokens"].detail
     assert {chunk[-1] for chunk in CHUNKS} == {"."}
-
-
-def biased(size: float) -> Model:
-    """A Qwen2 whose keys hold a constant of about ``size``, as those of Qwen2.5 do."""
-    hf = hf_model("qwen2", initializer_range=0.1)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for layer in hf.model.layers:
-            layer.self_attn.k_proj.bias.normal_(std=size)
-    return Model(hf, byte_tokenizer(bos=False), "biased")
-
-
-def test_a_large_constant_in_keys_is_fine_in_4_bits() -> None:
-    checks = examined(biased(20.0), "store_bits")
-    assert not checks["store_bits=4"].is_warning
-    assert checks["store_bits"].detail == "take 4, the default: what it changes is negligible"
-
-
-def test_a_change_that_is_not_negligible_is_a_warning() -> None:
-    model = tiny_model("qwen2")
-    four = examined(model, "store_bits=4")["store_bits=4"]
-    assert four.ok and four.is_warning and "of 12 prompts" in four.detail
-    assert str(four.to_row()["detail"]).startswith("warning: ")
 
 
 @pytest.mark.parametrize(
@@ -202,42 +159,6 @@ def test_values_that_no_scale_holds_are_a_warning() -> None:
         assert checks[f"store_bits={bits}"].ok and checks[f"store_bits={bits}"].is_warning
         assert "give store_bits=16" in checks[f"store_bits={bits}"].detail
     assert "take store_bits=16" in checks["store_bits"].detail
-
-
-def a_cost(**changes: float) -> CostModel:
-    costs = {"layer_s": 1e-4, "token_s": 1e-5, "pair_s": 1e-9, "entry_s": 1e-7, "read_s": 0.0}
-    return CostModel(**(costs | changes))
-
-
-@pytest.mark.parametrize("layer_s", [1e-4, 3e-3, 2e-2])
-def test_the_smallest_context_of_reuse_is_what_auto_does(
-    monkeypatch: pytest.MonkeyPatch, layer_s: float
-) -> None:
-    model, costs = tiny_model("qwen2"), a_cost(layer_s=layer_s)
-    monkeypatch.setattr(Engine, "calibrate", lambda engine: costs)
-    detail = doctor.speed_advice(Engine(model)).detail
-    found = re.search(r"below contexts of (\d+) tokens", detail)
-    assert found is not None and ", epic at " in detail, detail
-    smallest = int(found[1])
-    store = MemoryStore()
-    keep_costs(model, store, costs)
-    engine = Engine(model, store, prefix_bytes=0)
-    for n_context, ran in ((smallest, "epic"), (smallest - 1, "recompute")):
-        letters = "".join(random.Random(n_context).choices("abcdefghijklm", k=n_context))
-        chunks = [letters[i : i + CHUNK_TOKENS] for i in range(0, n_context, CHUNK_TOKENS)]
-        if len(chunks[-1]) < MIN_RUN:  # it would be text: cut the last two elsewhere
-            last = chunks[-2] + chunks[-1]
-            chunks[-2:] = [last[:-MIN_RUN], last[-MIN_RUN:]]
-        engine.cache_chunks(chunks)
-        prompt = "".join(chunks) + "?" * QUESTION_TOKENS
-        report = engine.generate(prompt, chunks, max_new_tokens=1).report
-        assert (report.context_tokens, report.ran) == (n_context, ran)
-
-
-def test_full_prefill_may_always_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "calibrate", lambda engine: a_cost(entry_s=1.0))
-    detail = doctor.speed_advice(Engine(tiny_model())).detail
-    assert "faster up to contexts of 4064 tokens" in detail
 
 
 def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -242,15 +241,6 @@ def test_what_tensors_are_made_in_by_default_changes_nothing(
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_default_device_is_refused(engine: Engine) -> None:
-    torch.set_default_device("meta")
-    try:
-        with pytest.raises(InvalidOption, match=r"set_default_device\('meta'\).*None"):
-            engine.generate(PROMPT, TEXTS, max_new_tokens=1)
-    finally:
-        torch.set_default_device(None)
-
-
 def test_streaming_is_incremental_and_equals_generate(engine: Engine) -> None:
     stream = engine.stream(PROMPT, TEXTS, max_new_tokens=24)
     pieces = [next(stream)]
@@ -376,30 +366,6 @@ def test_on_miss_compute_makes_what_a_handle_stands_for_anew(engine: Engine) -> 
         assert (report.found, report.chunk_misses) == (1, misses)
         assert (report.reused, report.computed_now) == (0, computed)  # it is short: all anchors
     assert chunk_file(engine, TEXTS[0]).is_file()
-
-
-@pytest.mark.parametrize("text", ["[[deadbeef]]", "a[b[0]]", "[[link]]", "if [[ -f x ]]; then"])
-def test_brackets_alone_are_no_handle(engine: Engine, text: str) -> None:
-    assert engine.generate(f"{text} Q?", max_new_tokens=1).report.uncached_tokens == len(text) + 4
-
-
-def test_threads_do_not_mix_how_special_tokens_are_read(engine: Engine) -> None:
-    """The tokenizer keeps that choice as a state of its own; it once leaked between threads."""
-    text = "a <|end|> b " * 20
-    expected = {s: engine.model.tokenize(text, special=s) for s in (True, False)}
-    wrong: list[bool] = []
-
-    def work(special: bool) -> None:
-        for _ in range(300):
-            if engine.model.tokenize(text, special=special) != expected[special]:
-                wrong.append(special)
-
-    threads = [threading.Thread(target=work, args=(s,)) for s in (True, False, True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_a_stop_string_that_is_longer_than_any_answer(engine: Engine) -> None:

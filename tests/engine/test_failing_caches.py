@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (
@@ -91,22 +90,6 @@ def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_ha
     reason = "absent" if damage is delete else "corrupt"
     assert answer.report.chunk_misses == {reason: 1}
     assert answer.report.reused == 2
-
-
-def test_every_flipped_byte_gives_the_same_answer_or_a_miss(engine: Engine) -> None:
-    path = chunk_file(engine, TEXTS[1])
-    sound = path.read_bytes()
-    options = {"method": "reuse", "max_new_tokens": 4, "on_miss": "text"}
-    expected = engine.generate(PROMPT, TEXTS, **options)
-    recomputed = Engine(engine.model, block_size=8)
-    recomputed.cache_chunks([TEXTS[0], TEXTS[2]])
-    fallback = recomputed.generate(PROMPT, TEXTS, **options)
-    for at in random.Random(1).sample(range(len(sound)), 60):
-        path.write_bytes(sound)
-        flip(path, at)
-        answer = engine.generate(PROMPT, TEXTS, **options)
-        missed = bool(answer.report.chunk_misses)
-        assert answer.text == (fallback if missed else expected).text, at
 
 
 def test_ingest_repairs_a_damaged_cache(engine: Engine) -> None:
@@ -204,26 +187,6 @@ def test_a_cache_that_cannot_be_made_whole_is_computed_from_its_tokens(
     assert (report.found, report.chunk_misses) == (3, {"corrupt": 2})
 
 
-def test_a_store_is_told_once_what_a_prompt_held(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorded: list[tuple[list[str], list[str]]] = []
-
-    def record(
-        made_by: Fingerprint, *, used: list[str], missed: list[str], beginning: object
-    ) -> None:
-        assert made_by == engine.fingerprint
-        recorded.append((used, missed))
-
-    monkeypatch.setattr(engine.store, "record", record)
-    keys = [engine.key_of(text) for text in TEXTS]
-    engine.generate(f"{PROMPT}\n\n{TEXTS[0]}", TEXTS, max_new_tokens=3)
-    flip_entries(chunk_file(engine, TEXTS[1]))
-    delete(chunk_file(engine, TEXTS[2]))
-    engine.generate(PROMPT, TEXTS, max_new_tokens=3, method="reuse")
-    assert recorded == [(keys, []), ([keys[0]], [keys[2], keys[1]])]
-
-
 @pytest.mark.parametrize("size", [1.5, "8", None, True])
 def test_block_sizes_that_are_no_numbers_are_named(size: object) -> None:
     with pytest.raises(InvalidOption, match=f"block_size={size!r}; it must be a whole number"):
@@ -240,17 +203,6 @@ def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path
     assert answer.report.context_tokens == 0
     assert ours.issue_handle(TEXTS[0]) is None
     assert (ours.store.keys(), theirs.store.keys()) == ([], keys)
-
-
-def test_computing_what_is_missing_reads_no_whole_cache(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: object) -> None:
-        raise AssertionError("read as a whole")
-
-    monkeypatch.setattr("samkv_integrations.cache.files.chunk_file.ChunkFile.verify", refuse)
-    report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
-    assert (report.reused, report.chunk_misses) == (len(TEXTS), {})
 
 
 def test_a_full_disk_does_not_fail_a_request(
@@ -273,23 +225,6 @@ def test_a_full_disk_does_not_fail_a_request(
         assert answer.report.computed_now == 1
     with pytest.raises(StoreError, match="No space left"):
         engine.cache_chunks([new])
-
-
-def test_a_new_store_that_cannot_be_written_fails_no_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even where the size of its blocks cannot be kept."""
-    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    expected = engine.generate(PROMPT, TEXTS, max_new_tokens=4, on_miss="text").text
-
-    def full(*arguments: object, **options: object) -> None:
-        raise StoreError("no space left")
-
-    monkeypatch.setattr(engine.store, "agree_block_size", full)
-    monkeypatch.setattr(engine.store, "put", full)
-    answer = engine.generate(PROMPT, TEXTS, max_new_tokens=4, method="reuse")
-    assert answer.text == expected
-    assert answer.report.chunk_misses == {"absent": len(TEXTS)}
 
 
 def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(

@@ -1,34 +1,15 @@
-"""The query path of one prompt: what is computed, what is read, and what a broken cache costs."""
+"""First tokens of prompts that end with a chunk."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files.chunk_file import ChunkFile
-from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import FirstToken, Request
-from samkv_integrations.engine.working_cache import DenseCache, SparseCache
-from samkv_integrations.errors import PromptTooLong
-from samkv_integrations.eviction import Quest
-from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.guided import GuidedRecompute
-from tests.support.asking import ask, first_token_by
-from tests.support.covering import covering
-from tests.support.laws import CHUNKS, FOLLOW, PROMPT, plain_logits
+from samkv_integrations.methods import METHODS
+from tests.support.asking import ask
+from tests.support.laws import CHUNKS, PROMPT, plain_logits
 from tests.support.models import tiny_model
-
-GUIDED = METHODS["samkv-guided"]
-FEW = replace(GUIDED, recompute=GuidedRecompute(first=2))
 
 
 @pytest.fixture(scope="module")
@@ -37,53 +18,6 @@ def engine() -> Engine:
     engine = Engine(tiny_model("llama"), block_size=8, prefix_bytes=0)
     engine.cache_chunks(CHUNKS)
     return engine
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Engine:
-    engine = Engine(tiny_model("llama"), ChunkStore(tmp_path), block_size=8)
-    engine.cache_chunks(CHUNKS)
-    return engine
-
-
-def file_of(engine: Engine, tmp_path: Path, text: str) -> Path:
-    (file,) = tmp_path.rglob(f"{engine.key_of(text)}.safetensors")
-    return file
-
-
-def spoil(file: Path, at: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[at] ^= 255
-    file.write_bytes(content)
-
-
-# --- a value -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_first_token_is_a_value(engine: Engine, method: str) -> None:
-    """Asked twice of the same open caches: the same to the bit, and the first one still goes on."""
-
-    def twice(request: Request) -> FirstToken:
-        one = first_token(request)
-        kept = one.logits.clone()
-        two = first_token(request)
-        assert torch.equal(one.logits, kept) and torch.equal(two.logits, kept)
-        assert one.cache is not two.cache and one.report.method == method
-        compared.append(two)
-        return one
-
-    compared: list[FirstToken] = []
-    first_token_by(twice, engine, PROMPT, CHUNKS, method, eviction=None)
-    assert len(compared) == 1
-    asked = [ask(engine, PROMPT, CHUNKS, method, eviction=None) for _ in range(2)]
-    alone = asked[0].follow(FOLLOW[:4])
-    later = [a.decoder() for a in (asked[1], ask(engine, PROMPT, CHUNKS, method, eviction=None))]
-    with torch.inference_mode():  # two answers in turns, neither of which sees the other
-        steps = [[d.step(token) for d in later] for token in FOLLOW[:4]]
-    for expected, of_both in zip(alone, steps, strict=True):
-        for found in of_both:
-            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -96,106 +30,6 @@ def test_a_prompt_that_ends_with_a_chunk_is_answered(engine: Engine, method: str
     if method == "recompute":
         expected = plain_logits(engine.model, asked.layout)
         torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
-
-
-def test_an_answer_goes_on_with_everything_unless_a_call_says_so(
-    engine: Engine,
-) -> None:
-    kinds = {
-        (method, str(rule)): type(ask(engine, PROMPT, CHUNKS, method, eviction=rule).first.cache)
-        for method in ("samkv-guided", "reuse")
-        for rule in (None, "none", "quest", "h2o")
-    }
-    for (method, rule), kind in kinds.items():
-        assert kind is (SparseCache if rule == "quest" else DenseCache), (method, rule)
-    budget = Quest(budget_tokens=70)
-    report = ask(engine, PROMPT, CHUNKS, "reuse", eviction=budget).report
-    assert report.kept_ratio == pytest.approx(70 / report.context_tokens)
-    assert report.eviction == "quest"
-
-
-@pytest.mark.parametrize("room", [0, 1])
-def test_a_prompt_and_answer_beyond_the_window_are_refused(engine: Engine, room: int) -> None:
-    n_tokens = ask(engine, PROMPT, CHUNKS, "reuse").layout.n_tokens
-    asked = {"method": "reuse", "max_new_tokens": 8, "context_window": n_tokens + 8 - room}
-    if room:
-        with pytest.raises(PromptTooLong, match=f"prompt of {n_tokens} tokens"):
-            engine.generate(PROMPT, CHUNKS, **asked)
-    else:
-        assert engine.generate(PROMPT, CHUNKS, **asked).report.prompt_tokens == n_tokens
-
-
-# --- what is computed --------------------------------------------------------------------------
-
-
-# --- what is read ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [MemoryChunk, ChunkFile], ids=["memory", "file"])
-def test_each_chunk_is_read_once_from_its_first_entry_to_its_last(
-    kind: type, on_disk: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By one call a chunk, and no block by itself."""
-    asked_of = on_disk if kind is ChunkFile else engine
-    calls: Counter[str] = Counter()
-    whole = kind.read_layers
-
-    def read_layers(chunk: Any, first: int, out: Tensor) -> None:
-        calls[chunk.key] += 1
-        whole(chunk, first, out)
-
-    def read_blocks(*_: Any) -> None:
-        raise AssertionError("a block was read by itself")
-
-    monkeypatch.setattr(kind, "read_layers", read_layers)
-    monkeypatch.setattr(kind, "read_blocks", read_blocks)
-    ask(asked_of, PROMPT, CHUNKS, FEW)  # no block is computed again as a whole
-    assert calls == {asked_of.key_of(text): 1 for text in CHUNKS}
-
-
-def test_full_prefill_reads_no_entry(engine: Engine) -> None:
-    report = ask(engine, PROMPT, CHUNKS, "recompute").report
-    assert report.bytes_read == 4 * sum(map(len, CHUNKS))  # the token ids, on opening
-
-
-# --- broken caches -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("method", "broken"),
-    covering([FEW, "reuse", "samkv-fusion", "cacheblend"], [[0], [3], [1, 4]], times=2),
-)
-def test_a_chunk_lost_on_the_way_is_computed_from_its_text(
-    on_disk: Engine, tmp_path: Path, method: str | Method, broken: list[int]
-) -> None:
-    """The answer is that of a store without it, and what was read of it counts as read."""
-    for index in broken:
-        spoil(file_of(on_disk, tmp_path, CHUNKS[index]), -1)  # the last layer's last entry
-    lost = ask(on_disk, PROMPT, CHUNKS, method, eviction=None)
-    assert lost.report.chunk_misses == {"corrupt": len(broken)}
-    assert lost.report.reused == len(CHUNKS) - len(broken)
-    without = Engine(on_disk.model, block_size=8)
-    without.cache_chunks(CHUNKS)
-    for index in broken:
-        without.store.delete(without.key_of(CHUNKS[index]))
-    expected = ask(without, PROMPT, CHUNKS, method, eviction=None)
-    # prefilled in the same batches, so that entries are the same to the bit
-    assert torch.equal(lost.first.logits, expected.first.logits)
-    assert torch.equal(lost.follow(FOLLOW), expected.follow(FOLLOW))
-    for name in ("kept_ratio", "recompute_ratio", "context_tokens", "kv_bytes"):
-        assert getattr(lost.report, name) == getattr(expected.report, name)
-
-
-def test_every_chunk_lost_is_full_prefill(on_disk: Engine, tmp_path: Path) -> None:
-    for text in CHUNKS:
-        spoil(file_of(on_disk, tmp_path, text), -1)
-    nothing = GuidedRecompute(first=0, matched=0, small_context=0)
-    asked = ask(on_disk, PROMPT, CHUNKS, replace(GUIDED, recompute=nothing))
-    assert asked.report.chunk_misses == {"corrupt": len(CHUNKS)}
-    assert (asked.report.found, asked.report.reused) == (len(CHUNKS), 0)
-    expected = plain_logits(on_disk.model, asked.layout)
-    torch.testing.assert_close(asked.first.logits, expected, rtol=2e-4, atol=2e-4)
-    assert asked.report.recompute_ratio == asked.report.kept_ratio == 1.0
 
 
 @pytest.mark.parametrize("method", ["reuse-local", "ape"])

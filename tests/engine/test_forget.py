@@ -10,7 +10,6 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.engine.scheduler import RunningAnswer
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
 from tests.support.costs import ONE_PASS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -81,14 +80,6 @@ def test_a_question_that_waits_does_not_bring_it_back(tmp_path: Path, how: str) 
     assert engine.is_cached(TEXTS[0])
 
 
-def test_another_namespace_keeps_what_it_has(tmp_path: Path) -> None:
-    mine, theirs = engine_of(tmp_path), engine_of(tmp_path, namespace="tenant")
-    for engine in (mine, theirs):
-        engine.cache_chunks(TEXTS[:1])
-    assert mine.forget(TEXTS[:1]) == 1
-    assert theirs.is_cached(TEXTS[0]) and not mine.is_cached(TEXTS[0])
-
-
 def test_a_cache_with_a_damaged_text_is_known_by_its_tokens(tmp_path: Path) -> None:
     for engine in (engine_of(tmp_path), engine_of(tmp_path, bits=16)):
         engine.cache_chunks(TEXTS[:1])
@@ -119,26 +110,6 @@ def test_nothing_is_held_in_memory(tmp_path: Path) -> None:
     assert engine.generate(asked[2], TEXTS[:1], max_new_tokens=1).report.ran == "recompute"
     engine.cache_chunks(TEXTS[:1])  # and nothing stops it from being cached again
     assert engine.found_in(prompt) == TEXTS[:2]
-
-
-def test_one_text_is_no_list_of_texts(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="put it into a list"):
-        engine_of(tmp_path).forget("Tobias")
-
-
-@pytest.mark.parametrize("damage", [b"", b"no database", None])
-def test_texts_are_found_after_the_index_was_lost(tmp_path: Path, damage: bytes | None) -> None:
-    engine_of(tmp_path).cache_chunks(TEXTS[:1])
-    for file in tmp_path.glob("index-*"):
-        if damage is None or file.suffix != ".sqlite":
-            file.unlink()
-        else:
-            file.write_bytes(damage)
-    engine = engine_of(tmp_path)
-    prompt = f"Documents:\n\n{TEXTS[0]}\n"
-    engine.found_in(prompt)  # a damaged index fails one call, and is rebuilt by the next
-    assert engine.found_in(prompt) == [TEXTS[0]]
-    assert engine.is_cached(TEXTS[0])
 
 
 def test_another_text_of_the_same_tokens_is_no_damage(tmp_path: Path) -> None:
@@ -177,10 +148,3 @@ def test_a_deleted_text_is_not_computed_again_for_one_that_is_nearly_it(
     assert report.computed_now == 0
     assert not any(b"2,850" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert report.reused == (deleted_by == "the same engine")
-
-
-def test_an_announced_text_that_the_prompt_holds_whole_is_kept(tmp_path: Path) -> None:
-    engine = engine_of(tmp_path, model=builtin())
-    engine.announce([OLD])
-    answer = engine.generate(f"{OLD}\n\nQuestion: Rent?", method="reuse", max_new_tokens=1)
-    assert answer.report.computed_now == 1 and engine.is_cached(OLD)

@@ -14,7 +14,6 @@ from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.store import Store
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.errors import (
-    FingerprintMismatch,
     HandleError,
     StoreError,
     UnsupportedModel,
@@ -81,13 +80,6 @@ def test_a_model_that_differs_shares_no_cache(tmp_path: Path, change: Change) ->
     assert torch.equal(logits(other), logits(alone))
 
 
-def test_the_error_names_what_differs(tmp_path: Path) -> None:
-    engine_of(hf_model("llama"), ChunkStore(tmp_path)).cache_chunks(TEXTS)
-    other = engine_of(changed(in_epsilon), ChunkStore(tmp_path))
-    with pytest.raises(FingerprintMismatch, match=r": config is '\w{32}' here and '\w{32}' there"):
-        other.store.require(other.fingerprint)
-
-
 @pytest.mark.parametrize(
     ("change", "block_size", "on_miss"),
     covering([in_one_value, in_epsilon], [8, "auto"], ["text", "compute"], times=2),
@@ -112,17 +104,6 @@ def test_a_change_in_place_between_two_questions(
     assert torch.equal(logits(engine), logits(fresh))
 
 
-def test_caches_come_back_with_the_weights() -> None:
-    engine = engine_of(hf_model("llama"))
-    engine.cache_chunks(TEXTS)
-    expected = logits(engine)
-    in_one_value(engine.model.hf)
-    assert engine.generate(PROMPT, on_miss="text", max_new_tokens=1).report.reused == 0
-    engine.model.hf.load_state_dict(hf_model("llama").state_dict())
-    assert engine.generate(PROMPT, max_new_tokens=1).report.reused == 3
-    assert torch.equal(logits(engine), expected)
-
-
 def test_beginnings_of_prompts_go_with_the_weights_that_computed_them() -> None:
     engine = engine_of(hf_model("llama"), method="auto", prefix_bytes=2**24)
     engine.costs = ONE_PASS
@@ -137,17 +118,6 @@ def test_beginnings_of_prompts_go_with_the_weights_that_computed_them() -> None:
     assert answer.text == fresh.generate(PROMPT, max_new_tokens=4).text
 
 
-def test_two_engines_on_one_model_both_follow_it() -> None:
-    hf, store = hf_model("llama"), MemoryStore()
-    model = Model(hf, byte_tokenizer(bos=True), "tiny")
-    engines = [Engine(model, store, block_size=8) for _ in range(2)]
-    engines[0].cache_chunks(TEXTS)
-    in_one_value(hf)
-    found = [engine.fingerprint for engine in engines]
-    assert found[0] == found[1] == engine_of(changed(in_one_value)).fingerprint
-    assert [engine.is_cached(TEXTS[0]) for engine in engines] == [False, False]
-
-
 def test_a_handle_of_a_cache_that_no_longer_fits_is_refused() -> None:
     engine = engine_of(hf_model("llama"))
     engine.cache_chunks(TEXTS)
@@ -159,15 +129,6 @@ def test_a_handle_of_a_cache_that_no_longer_fits_is_refused() -> None:
     engine.cache_chunks(TEXTS)
     report = engine.generate(f"{issued(engine, TEXTS[0])}\n\nQ?", max_new_tokens=1).report
     assert (report.found, report.chunk_misses) == (1, {})
-
-
-def test_announced_chunks_are_computed_by_the_model_as_it_is() -> None:
-    engine = engine_of(hf_model("llama"))
-    engine.cache_chunks(TEXTS)
-    in_one_value(engine.model.hf)
-    engine.announce(TEXTS, on_miss="compute")
-    report = engine.generate(PROMPT, max_new_tokens=1).report
-    assert (report.found, report.computed_now, report.chunk_misses) == (3, 3, {})
 
 
 def test_refresh_is_for_what_was_written_behind_pytorchs_back() -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.resolve import MAX_HELD, OnMiss
 from tests.support.handles import issued
@@ -128,7 +127,7 @@ def test_a_prompt_is_answered(
             assert answer.text == expected.text
             assert answer.report.found == 4
             assert sum(answer.report.chunk_misses.values()) == (1 if is_readable else 4)
-    told = [record for record in caplog.records if record.name.endswith("cache.base")]
+    told = [record for record in caplog.records if record.name.endswith("cache.store")]
     said = [record.getMessage() for record in told]
     assert len(said) == (0 if is_readable and on_miss == "text" else min(1, len(said)))
     if on_miss == "compute":
@@ -158,19 +157,6 @@ def test_nothing_that_prompts_need_raises(
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("fails", FAILURES)
-def test_an_engine_that_knows_nothing_of_the_store_yet_answers(
-    engine: Engine, fails: Failure
-) -> None:
-    """Its block size is settled by chunks that it cannot see."""
-    late = Engine(engine.model, ChunkStore(folder_of(engine)))
-    with fails(folder_of(engine)):
-        for method in ("reuse", "samkv-fusion", "auto"):
-            assert late.generate(ASKED, [NEW, *TEXTS], method=method, max_new_tokens=1).text
-    report = late.generate(PROMPT, method="reuse", max_new_tokens=1).report
-    assert (report.reused, report.chunk_misses) == (3, {})
-
-
 @pytest.mark.parametrize("fails", [*FAILURES, another])
 def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
     with fails(folder_of(engine)), pytest.raises(StoreError, match="next step: ") as caught:
@@ -181,30 +167,6 @@ def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
 
 
 # -- descriptors -------------------------------------------------------------------------------
-
-
-def test_a_chunk_that_is_named_often_is_opened_once(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = "\n\n".join([TEXTS[0]] * 10 + [TEXTS[1]] * 10 + ["Q?"])
-    in_memory = Engine(engine.model, block_size=8)
-    in_memory.cache_chunks(TEXTS)
-    opened: list[StoredChunk] = []
-    opens = engine.store.open
-
-    def noted(*arguments: Any) -> StoredChunk:
-        opened.append(opens(*arguments))
-        return opened[-1]
-
-    monkeypatch.setattr(engine.store, "open", noted)
-    for method in ("reuse", "samkv-guided", "samkv-fusion", "recompute"):
-        opened.clear()
-        answer = engine.generate(prompt, method=method, max_new_tokens=4)
-        assert answer.text == in_memory.generate(prompt, method=method, max_new_tokens=4).text
-        assert (answer.report.found, len(opened)) == (20, 2)
-    once = engine.generate(f"{TEXTS[0]}\n\n{TEXTS[1]}\n\nQ?", method="reuse", max_new_tokens=1)
-    often = engine.generate(prompt, method="reuse", max_new_tokens=1)
-    assert often.report.bytes_read == once.report.bytes_read
 
 
 def test_one_that_is_lost_is_lost_wherever_it_is_named(engine: Engine) -> None:

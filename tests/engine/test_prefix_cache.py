@@ -71,25 +71,6 @@ def test_the_longest_beginning_that_agrees_with_any_is_taken(
     assert longest - LEAST < found <= longest  # what adds fewer tokens is not held
 
 
-def test_a_beginning_that_another_one_goes_on_from_is_held_once() -> None:
-    """So a conversation takes the room of its latest turn."""
-    cache = PrefixCache(70 * TOKEN_BYTES)
-    leave(cache, [7] * 20)
-    for length in (20, 30, 40, 50):
-        leave(cache, range(length))
-    assert taken(cache, range(60)) == 50
-    assert taken(cache, [7] * 30) == 20  # it had room all the time
-
-
-def test_they_stay_within_their_budget_and_the_one_used_longest_ago_goes_first() -> None:
-    cache = PrefixCache(100 * TOKEN_BYTES)
-    for first in (1, 2):
-        leave(cache, [first] * 40)
-    assert taken(cache, [1] * 41) == 40  # used: 2 is the oldest now
-    leave(cache, [3] * 40)
-    assert [taken(cache, [first] * 41) for first in (1, 2, 3)] == [40, 0, 40]
-
-
 def test_a_pass_that_began_before_they_were_cleared_leaves_nothing() -> None:
     """Its prompt may hold the very text that was deleted meanwhile."""
     cache = PrefixCache(2**20)
@@ -102,14 +83,3 @@ def test_a_pass_that_began_before_they_were_cleared_leaves_nothing() -> None:
         new.take(entries(range(100, 130)), -entries(range(100, 130)))
     cache.keep(new)
     assert taken(cache, range(100, 130)) == 0
-
-
-def test_what_is_held_does_not_change_with_the_pass_that_left_it() -> None:
-    cache, side = PrefixCache(2**20), entries(range(30)).clone()
-    new = cache.begin("w", torch.arange(30), 0, TOKEN_BYTES)
-    assert new is not None
-    for _ in range(2):
-        new.take(side, -side)
-    cache.keep(new)
-    side.zero_()
-    assert taken(cache, range(31)) == 30

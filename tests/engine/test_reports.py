@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.support.laws import WHOLE_IS_FASTER
@@ -143,50 +140,7 @@ def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
     assert one.announce_s == rest.announce_s > 0
 
 
-def test_an_announcement_that_nobody_asks_for_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chunks_module, "MAX_RECENT", 2)
-    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
-    engine.announce(TEXTS, "compute")
-    first, second = asked(engine), asked(engine)
-    assert first.computed_now == 2 and first.announce_s > 0
-    assert second.computed_now == 0 and second.announce_s == 0
-
-
 # -- kept ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missed", [0, 1])
-@pytest.mark.parametrize("rule", ["h2o", "snapkv", "streaming-llm"])
-def test_kept_is_what_an_eviction_leaves(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, rule: str, missed: int
-) -> None:
-    """Regression: 1.0, whatever had been dropped. The slots that are kept are counted here."""
-    kept: list[torch.Tensor] = []
-    keep = DenseCache.keep
-
-    def spied(self: DenseCache, layer: int, slots: torch.Tensor | None) -> None:
-        assert slots is not None
-        kept.append(slots)
-        keep(self, layer, slots)
-
-    monkeypatch.setattr(DenseCache, "keep", spied)
-    if missed:
-        engine.store.delete(engine.key_of(TEXTS[0]))
-    ask = {"method": "reuse", "on_miss": "text", "max_new_tokens": 4}
-    report = asked(engine, eviction=type(EVICTIONS[rule])(budget_tokens=60), **ask)
-    with engine.resolve(PROMPT, TEXTS) as resolved:
-        spans = [run.span for chunk in resolved.chunks for run in chunk.runs]
-    n_context = sum(map(len, spans))
-    of_layers = [
-        sum(int(slot) in span for slot in slots.flatten() for span in spans) / slots.shape[1]
-        for slots in kept
-    ]
-    assert len(kept) == engine.model.n_layers and sum(report.chunk_misses.values()) == missed
-    assert report.kept_ratio == pytest.approx(sum(of_layers) / len(of_layers) / n_context)
-    assert 0 < report.kept_ratio < 60 / n_context
-    assert asked(engine, eviction="none", **ask).kept_ratio == 1.0
 
 
 @pytest.mark.parametrize("n_layers", [3, 10, 30])

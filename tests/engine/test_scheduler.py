@@ -32,7 +32,6 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 from tests.support.covering import covering
-from tests.support.executors import Nobody
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.processes import wait_until
 from tests.support.records import builtin
@@ -215,27 +214,6 @@ def test_wrong_limits(limits: dict[str, int], message: str) -> None:
         Limits(**limits)
 
 
-def test_a_scheduler_of_another_model() -> None:
-    model, other = tiny_model("llama"), tiny_model("qwen2")
-    with pytest.raises(InvalidOption, match="scheduler runs another model"):
-        Engine(model, scheduler=Scheduler(other))
-    with pytest.raises(InvalidOption, match="must be Scheduler"):
-        Engine(model, scheduler=8)
-
-
-def test_two_engines_of_one_scheduler(steps: Steps) -> None:
-    model = tiny_model("llama")
-    scheduler = Scheduler(model)
-    engines = [Engine(model, block_size=8, scheduler=scheduler) for _ in range(2)]
-    steps.hold()
-    with ThreadPoolExecutor(2) as threads:
-        asked = [threads.submit(each.generate, PROMPTS[0], max_new_tokens=8) for each in engines]
-        steps.wait_for_answers(scheduler, 2)
-        steps.release()
-        one, two = (each.result(PATIENCE_S).text for each in asked)
-    assert one == two and 2 in steps.batches
-
-
 # -- between steps ------------------------------------------------------------------------------
 
 
@@ -276,29 +254,6 @@ def test_work_and_answers_take_turns(engine: Engine) -> None:
     assert order
 
 
-def test_run_returns_and_raises(engine: Engine) -> None:
-    def fail() -> None:
-        raise MemoryError("no more")
-
-    run = engine.scheduler.run
-    assert run(threading.current_thread) is not threading.current_thread()
-    assert run(lambda: run(threading.current_thread)) is run(threading.current_thread)
-    assert run(torch.is_inference_mode_enabled)
-    with pytest.raises(MemoryError, match="no more"):
-        run(fail)
-    assert engine.generate(PROMPTS[0], max_new_tokens=2).text
-
-
-def test_it_computes_with_the_threads_of_its_caller(engine: Engine) -> None:
-    before = torch.get_num_threads()
-    try:
-        for n in (2, 1):
-            torch.set_num_threads(n)
-            assert engine.scheduler.run(torch.get_num_threads) == n
-    finally:
-        torch.set_num_threads(before)
-
-
 # -- owners -------------------------------------------------------------------------------------
 
 
@@ -335,71 +290,6 @@ def test_who_asks_for_little_does_not_wait_behind_all_that_another_asks_for(
         for each in asked:
             each.result(PATIENCE_S)
     assert begun == [4, 1, 2, 3]
-
-
-def test_an_answer_has_as_much_time_as_passes_that_the_same_owner_asked_for(
-    steps: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as those of an ingest: of 10 seconds each, where a step takes one."""
-    now = 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    begun_at: list[int] = []
-
-    def work() -> None:
-        nonlocal now
-        begun_at.append(steps.n)
-        now += 10
-
-    def step() -> None:
-        nonlocal now
-        now += 1
-
-    engine = engine_of(builtin())
-    steps.on_step = step
-    steps.hold()
-    with ThreadPoolExecutor(4) as threads:
-        asked = threads.submit(engine.generate, ENDLESS, max_new_tokens=200)
-        steps.wait_for_answers(engine.scheduler, 1)
-        works = [threads.submit(engine.scheduler.run, work) for _ in range(3)]
-        while len(begun_at) < 3:
-            steps.wait_until_held()
-            steps.allow(1)
-        steps.release()
-        for each in (*works, asked):
-            each.result(PATIENCE_S)
-    first, second, third = begun_at
-    assert second - first >= 10 and third - second >= 10
-
-
-def test_no_owner_has_more_than_half_of_the_places_while_there_are_others(
-    steps: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # nobody has had more time than others
-    engine = engine_of(builtin(), Limits(max_batch=4))
-    steps.hold()
-    with ThreadPoolExecutor(6) as threads:
-        streams = [as_owner("few", threads, engine.stream, ENDLESS, max_new_tokens=200)]
-        steps.wait_for_answers(engine.scheduler, 1)
-        for n in range(1, 5):
-            asked = as_owner("many", threads, engine.stream, ENDLESS, max_new_tokens=200)
-            streams.append(asked)
-            wait_until(lambda n=n: sum(of(engine)) == n + 1, "it is asked")
-        for _ in range(8):
-            steps.wait_until_held()
-            steps.allow(1)
-        assert of(engine) == (3, 2)
-        streams.append(as_owner("few", threads, engine.stream, ENDLESS, max_new_tokens=200))
-        while of(engine) != (4, 2):
-            steps.wait_until_held()
-            steps.allow(1)
-        streams[0].result(PATIENCE_S).close()
-        streams.pop(0)
-        streams.pop().result(PATIENCE_S).close()
-        steps.release()
-        for each in streams:  # alone, it has all places
-            each.result(PATIENCE_S)
-        for each in streams:
-            each.result().close()
 
 
 def test_who_comes_when_another_has_all_places_does_not_wait_for_whole_answers(
@@ -473,16 +363,6 @@ def test_an_answer_that_nobody_reads_stands_aside(talking: Engine, steps: Steps)
     assert talking.generate("Documents:", max_new_tokens=8).text
     assert steps.counts[list(steps.counts)[1]] < AHEAD + 8  # pieces may take several tokens
     assert "".join(stream) == whole
-
-
-def test_slow_and_fast_readers(talking: Engine) -> None:
-    whole = talking.generate(ENDLESS, max_new_tokens=100).text
-    slow = talking.stream(ENDLESS, max_new_tokens=100)
-    found = ""
-    while len(found) < 40:
-        found += next(slow)
-        assert whole.startswith(talking.generate(ENDLESS, max_new_tokens=2).text)
-    assert found + "".join(slow) == whole
 
 
 def test_a_report_is_of_what_was_read(talking: Engine, steps: Steps) -> None:
@@ -618,21 +498,6 @@ def test_an_answer_that_is_complete_may_be_read_when_time_is_over(
     assert stream.finish_reason == "length"
 
 
-def test_waiting_is_in_the_report(steps: Steps) -> None:
-    engine = engine_of(tiny_model("llama"), Limits(max_batch=1))
-    steps.hold()
-    running = engine.stream(PROMPTS[0], max_new_tokens=4)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(engine.generate, PROMPTS[1], max_new_tokens=4)
-        while engine.scheduler.load.waiting == 0:
-            pass
-        began = running.report.ttft_s
-        steps.release()
-        report = waiting.result(PATIENCE_S).report
-    assert 0 < report.wait_s < report.ttft_s and began > 0
-    assert "wait_s=" in report.line
-
-
 def test_a_dropped_stream_frees_its_cache(talking: Engine, steps: Steps) -> None:
     stream = talking.stream(ENDLESS, max_new_tokens=100)
     eventually(lambda: len(steps.counts) == 1, talking)
@@ -680,17 +545,6 @@ def test_a_failed_step_ends_its_answers_alone(engine: Engine, steps: Steps) -> N
 
 
 # -- tasks --------------------------------------------------------------------------------------
-
-
-def test_tasks_hold_no_thread_of_the_default_executor(engine: Engine, steps: Steps) -> None:
-    alone = [engine.generate(prompt, max_new_tokens=8).text for prompt in PROMPTS]
-
-    async def ask() -> list[str]:
-        asyncio.get_running_loop().set_default_executor(Nobody())
-        asked = [engine.agenerate(prompt, max_new_tokens=8) for prompt in PROMPTS * 5]
-        return [answer.text for answer in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask()) == alone * 5
 
 
 def test_a_stream_for_tasks(talking: Engine) -> None:

@@ -93,15 +93,6 @@ def test_chunks_of_a_prompt_come_together(
     assert second.generate(PROMPT, max_new_tokens=1).report.reused == 8
 
 
-def test_texts_of_other_machines_are_found_in_plain_prompts(machine: Machine) -> None:
-    first, second = machine("first"), machine("second")
-    first.cache_chunks(TEXTS)
-    assert isinstance(second.store, ChunkStore) and second.store.shared
-    second.store.shared.refresh()
-    report = second.generate(PROMPT, max_new_tokens=2).report
-    assert (report.found, report.reused) == (8, 8)
-
-
 def test_a_second_machine_computes_nothing_twice(
     machine: Machine, fetched: list[tuple[str, int]]
 ) -> None:
@@ -112,14 +103,6 @@ def test_a_second_machine_computes_nothing_twice(
     assert len(second.store.keys()) == 6
     assert first.is_cached(TEXTS[11])
     assert second.fingerprint == first.fingerprint
-
-
-def test_the_block_size_is_that_of_the_first_machine(machine: Machine) -> None:
-    first = machine("first")
-    first.cache_chunks([text * 20 for text in TEXTS[:3]])
-    second = machine("second")
-    second.cache_chunks(["Short."])
-    assert second.fingerprint.block_size == first.fingerprint.block_size
 
 
 def test_without_the_remote_tier_answers_come_from_text(
@@ -142,14 +125,3 @@ def test_without_the_remote_tier_answers_come_from_text(
     assert answer.report.chunk_misses == {"io": 7}
     computed = second.generate(PROMPT, chunks=TEXTS[:8], max_new_tokens=8, on_miss="compute")
     assert computed.text == first.generate(PROMPT, max_new_tokens=8).text
-
-
-def test_what_is_forgotten_is_forgotten_for_all(machine: Machine) -> None:
-    first, second = machine("first"), machine("second")
-    first.cache_chunks(TEXTS[:2])
-    second.generate(PROMPT, chunks=TEXTS[:2], max_new_tokens=1)
-    assert second.forget(TEXTS[:1]) == 1
-    assert isinstance(first.store, ChunkStore) and first.store.shared
-    first.store.shared.refresh()
-    assert not first.is_cached(TEXTS[0])
-    assert first.is_cached(TEXTS[1])

@@ -181,14 +181,6 @@ def test_an_answer_that_is_left_is_no_failure(
         assert attributes(span)["gen_ai.usage.input_tokens"] > 0
 
 
-def ended(told: Told) -> int:
-    """Answers whose spans have ended; a thread of its own may be about to end one."""
-    deadline = time.monotonic() + 60
-    while not told.answers and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return len(told.answers)
-
-
 def test_each_task_is_below_its_own_caller(engine: Engine, told: Told) -> None:
     async def ask(prompt: str) -> Any:
         with told.tracer.start_as_current_span("a caller") as caller:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from samkv_integrations.engine.blend import State
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption, PromptTooLong
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.inspection import Inspection, inspect
 from samkv_integrations.methods import METHODS, Method
 from tests.support.laws import CHUNKS, PROMPT, engine_of
@@ -127,23 +126,6 @@ def test_a_layer_or_all_of_them() -> None:
                 of_layer(layer)
 
 
-def test_the_chunks_of_a_layer() -> None:
-    """Their mean over layers is what is said of all layers."""
-    found = seen_by("samkv-guided")
-    assert found.chunks_at() == found.chunks
-    for index, chunk in enumerate(found.chunks):
-        at = [found.chunks_at(layer)[index] for layer in range(found.n_layers)]
-        own = found.chunk_of == index
-        for layer, each in enumerate(at):
-            recomputed = (found.states[layer, own] == State.RECOMPUTED).sum()
-            assert each.recomputed * each.n_tokens == pytest.approx(float(recomputed))
-            assert each.text == chunk.text
-        for name in ("kept", "recomputed", "dropped", "attention", "full_attention"):
-            mean = sum(getattr(each, name) for each in at) / len(at)
-            assert mean == pytest.approx(getattr(chunk, name), abs=1e-6)
-    assert found.chunks_at(0) != found.chunks_at(found.n_layers - 1)
-
-
 def test_nothing_is_stored_and_nothing_is_taken_from_earlier_prompts() -> None:
     asked = Engine(engine().model, method="samkv-guided")
     asked.cache_chunks(CHUNKS[:2])
@@ -166,12 +148,6 @@ def test_prompts_without_a_chunk_and_such_as_end_with_one() -> None:
     assert {*last.state_at()[:-1]} == {State.UNCACHED, State.KEPT}
 
 
-def test_a_chunk_that_stands_in_two_places_is_two_chunks() -> None:
-    prompt = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{CHUNKS[0]}\n\nWhy?"
-    found = inspect(engine(), prompt, CHUNKS[:2], method="reuse", max_new_tokens=1)
-    assert [chunk.text for chunk in found.chunks] == [CHUNKS[0], CHUNKS[1], CHUNKS[0]]
-
-
 def test_the_trained_model_looks_at_the_chunk_that_answers() -> None:
     asked = Engine.from_pretrained("builtin", store_bits=4)
     asked.cache_chunks(TEXTS)
@@ -185,12 +161,3 @@ def test_the_trained_model_looks_at_the_chunk_that_answers() -> None:
     number = [at for at, piece in enumerate(found.pieces) if piece.strip() == RECORDS[2].workers]
     states = found.state_at()
     assert not number or State.RECOMPUTED in {states[at] for at in number}
-
-
-def test_errors_are_those_of_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(PromptTooLong):
-        seen_by("reuse", max_new_tokens=10**6)
-    with pytest.raises(InvalidOption, match="max_new_tokens=0"):
-        seen_by("reuse", max_new_tokens=0)
-    with pytest.raises(InvalidOption, match="cannot be written"):
-        seen_by("reuse").save_html(tmp_path / "nowhere" / "page.html")

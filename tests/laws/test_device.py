@@ -22,7 +22,7 @@ from torch import Tensor
 from samkv_integrations.cache.formats.quantise import STORE_BITS
 from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
 from samkv_integrations.engine import loader
-from samkv_integrations.engine.blend import Blend, PassPlan
+from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.loader import LAYERS_TOGETHER, Context
@@ -38,7 +38,6 @@ from tests.support.pretend_device import DEVICE, Device, OnDevice, pretend_devic
 CHUNKS = [f"the {name} of number {name} is at the {name}, " * 4 for name in ("mill", "inn", "quay")]
 PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
 FOLLOW = (40, 50)
-ONE_COPY = {"to the device": 1}
 # Attention there is the plain computation, here a fused kernel: float32 in another order, and
 # logits of this model reach 100.
 AS_CLOSE = {"rtol": 1e-4, "atol": 1e-3}
@@ -108,32 +107,6 @@ def test_a_sum_over_two_devices_fails_as_on_a_gpu():
         assert torch.equal((there + torch.tensor(1)).cpu(), torch.tensor([1, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    ("look", "waits"),
-    [
-        (lambda x: int(x[0]), {"a number": 1}),
-        (lambda x: bool(x.any()), {"a number": 1}),
-        (lambda x: x.tolist(), {"to the host": 1}),
-        (lambda x: torch.argwhere(x), {"nonzero": 1}),
-        (lambda x: x[x > 1], {"a mask as an index": 1}),
-        (lambda x: x.masked_select(x > 1), {"masked_select": 1}),
-        (lambda x: x[torch.tensor([0])], {"indices of the host": 1}),
-        (lambda x: torch.equal(x, x), {"equal": 1}),
-        (lambda x: x.add_(torch.tensor([1]).to(DEVICE)), {"to the device": 1}),
-        (lambda x: torch.ones(1).to(DEVICE, non_blocking=True), {"to the device": 1}),
-        (lambda x: torch.ones(1, pin_memory=True).to(DEVICE), {"to the device": 1}),
-        (lambda x: torch.ones(1, pin_memory=True).to(DEVICE, non_blocking=True), {}),
-        (lambda x: torch.zeros_like(x).index_put_((x,), x), {}),
-        (lambda x: x[x].softmax(0, torch.float32).topk(2).values.sort().values, {}),
-    ],
-)
-def test_what_makes_the_host_wait_is_counted(look: Callable[[Tensor], object], waits):
-    with pretend_device() as device:
-        there = torch.arange(3, device=DEVICE)
-        look(there)
-    assert device.waits == waits
-
-
 # -- two devices ----------------------------------------------------------------------------------
 
 
@@ -196,8 +169,10 @@ def spread_engine(
     return Engine(model, store, block_size=8, scheduler=OnThisThread(model), **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "cohere2"])
-@pytest.mark.parametrize("method", ["recompute", "samkv-guided", "epic"])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    covering(["llama", "gemma2", "phi3", "cohere2"], ["recompute", "samkv-guided", "epic"]),
+)
 def test_layers_on_two_devices_of_families(family: str, method: str):
     """Chunks are cached there, and are those that the CPU caches."""
     on_cpu = Engine(
@@ -216,55 +191,6 @@ def test_layers_on_two_devices_of_families(family: str, method: str):
         assert all(map(there.is_cached, CHUNKS))
     torch.testing.assert_close(found, expected, **AS_CLOSE)
     torch.testing.assert_close(own, expected, **AS_CLOSE)
-
-
-@pytest.mark.parametrize(("method", "rule", "store_bits"), EVERYTHING)
-def test_layers_on_two_devices(method: str, rule: str, store_bits: int):
-    on_cpu = filled(store_bits=store_bits)
-    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
-    expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
-    with pretend_device():
-        found = spread_engine("llama", 4, on_cpu.store, store_bits=store_bits).logits(
-            PROMPT, CHUNKS, **asked
-        )
-    torch.testing.assert_close(found, expected, **AS_CLOSE)
-
-
-@pytest.mark.parametrize("method", ["recompute", "reuse", "epic"])
-def test_a_prompts_tokens_move_once_where_layers_change_their_device(
-    monkeypatch: pytest.MonkeyPatch, method: str
-):
-    """There, and once back for the logits, however many layers there are: entries stay."""
-    found = []
-    for n_layers in (3, 6):
-        on_cpu = filled(n_layers=n_layers)
-        with monkeypatch.context() as patch, pretend_device() as device:
-            there = spread_engine("llama", n_layers, on_cpu.store)
-            waits = Waits(device, patch)
-            there.logits(PROMPT, CHUNKS, follow=FOLLOW, method=method)
-        found.append((waits.passes, waits.steps))
-    assert found[0] == found[1]
-    assert found[0][0] == [{**ONE_COPY, "to the host": 1}]
-    assert found[0][1] == [{"to the device": 3, "to the host": 3}] * len(FOLLOW)
-
-
-@pytest.mark.parametrize("method", ["reuse", "samkv-guided"])
-def test_a_plan_left_on_the_host_fails(monkeypatch: pytest.MonkeyPatch, method: str):
-    """The rehearsal can fail: a plan whose tensors are not on the model's device."""
-    run, on_cpu = Blend.run, filled()
-
-    def run_from_host(blend: Blend, plan: PassPlan) -> Tensor:
-        for layer in plan.layers:
-            for name, value in vars(layer).items():
-                object.__setattr__(layer, name, getattr(value, "held", value))
-        return run(blend, plan)
-
-    monkeypatch.setattr(Blend, "run", run_from_host)
-    with pretend_device() as device:
-        there = engine(on_cpu.store)
-        with pytest.raises(RuntimeError, match="same device"):
-            there.logits(PROMPT, CHUNKS, method=method)
-    assert device.waits
 
 
 def test_entries_left_on_the_host_fail(monkeypatch: pytest.MonkeyPatch):
@@ -352,64 +278,11 @@ def test_a_request_that_ends_does_not_wait_for_what_nobody_reads_yet(
             engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method="reuse")
 
 
-def test_the_lower_layers_of_a_chunk_are_read_first(monkeypatch: pytest.MonkeyPatch):
-    on_cpu, read = filled(n_layers=6), MemoryChunk.read_layers
-    firsts: dict[str, list[int]] = {}
-
-    def noted(chunk: MemoryChunk, first: int, out: list[Tensor]) -> None:
-        firsts.setdefault(chunk.key, []).append(first)
-        read(chunk, first, out)
-
-    monkeypatch.setattr(MemoryChunk, "read_layers", noted)
-    with pretend_device():
-        engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method="reuse")
-    assert firsts == {on_cpu.key_of(text): [0, 4] for text in CHUNKS}
-
-
 # -- waits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_layers", [2, 6])
-def test_reuse_waits_once_a_pass_for_the_tokens(monkeypatch: pytest.MonkeyPatch, n_layers: int):
-    waits = waits_of(monkeypatch, n_layers, method="reuse", eviction="none")
-    assert waits.passes == [ONE_COPY]
-
-
-@pytest.mark.parametrize(("n_layers", "rule"), [(2, "quest"), (6, "none")])
-def test_the_pass_of_samkv_guided_waits_once_for_the_tokens(
-    monkeypatch: pytest.MonkeyPatch, n_layers: int, rule: str
-):
-    waits = waits_of(monkeypatch, n_layers, method="samkv-guided", eviction=rule)
-    assert waits.passes == [ONE_COPY]
-
-
-@pytest.mark.parametrize("n_layers", [2, 6])
-def test_neither_pass_of_a_method_that_probes_waits_for_a_layer(
-    monkeypatch: pytest.MonkeyPatch, n_layers: int
-):
-    waits = waits_of(monkeypatch, n_layers, method="multi-infllm", eviction="none")
-    assert waits.passes == [ONE_COPY, ONE_COPY]
-
-
-@pytest.mark.parametrize(("n_layers", "rule"), [(2, "quest"), (6, "none")])
-def test_a_step_waits_for_its_token_and_its_position_alone(
-    monkeypatch: pytest.MonkeyPatch, n_layers: int, rule: str
-):
-    waits = waits_of(monkeypatch, n_layers, eviction=rule)
-    assert waits.steps == [{"to the device": 2}] * len(FOLLOW)
-
-
-KINDS = ("recompute", "reuse", "multi-infllm", "cacheblend", "epic", "ape", "samkv-guided")
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        # seconds each; the others select, check and update as one of these does
-        pytest.param(name, marks=() if name in KINDS else pytest.mark.slow)
-        for name in METHODS
-    ],
-)
+# as all others select, check and update
+@pytest.mark.parametrize("method", ["reuse", "multi-infllm", "cacheblend", "samkv-guided"])
 def test_no_method_waits_for_a_layer(monkeypatch: pytest.MonkeyPatch, method: str):
     few, many = (waits_of(monkeypatch, n_layers, method=method) for n_layers in (3, 5))
     assert few.passes == many.passes and few.steps == many.steps

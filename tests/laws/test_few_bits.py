@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,8 +14,6 @@ from tests.support.chunks import cache_of, decoded, key_steps, transformed
 from tests.support.covering import covering
 from tests.support.laws import (
     CHUNKS,
-    first_logits,
-    plain_logits,
 )
 from tests.support.models import FAMILIES, tiny_model
 
@@ -41,34 +38,6 @@ def what_is_quantised(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
     """(L, T, G, D) each: the transform of a chunk's keys, and its values."""
     keys, values = decoded(chunk)
     return transformed(keys), values
-
-
-@cache
-def noisy(exact: Engine, coarse: Engine, seed: int) -> Engine:
-    """An engine whose caches hold the exact entries, each with uniform noise of half a step.
-
-    Equal tokens of a chunk have the same noise, as equal keys have the same code: those of layer 0
-    are equal, and those above it alike. (Errors of their own would average out over the tokens.)
-    """
-    engine = Engine(exact.model, block_size=8, store_bits=16)
-    generator = torch.Generator().manual_seed(seed)
-    for text in CHUNKS:
-        engine.cache_chunks([text])
-        chunk, form = cache_of(engine, text), engine.fingerprint.entry_format
-        sides = []
-        ways = zip(
-            what_is_quantised(cache_of(exact, text)), steps(cache_of(coarse, text)), strict=True
-        )
-        for side, step in ways:
-            n_layers, _, *size_of_one = side.shape
-            size_of_all = (n_layers, engine.model.config.vocab_size, *size_of_one)
-            noise = torch.rand(size_of_all, generator=generator) - 0.5
-            sides.append(side + step * noise[:, chunk.token_ids])
-        keys, values = transformed(sides[0]).float(), sides[1]
-        with torch.inference_mode():
-            noised = [form.encode(*of)[0] for of in zip(keys, values, strict=True)]
-        engine.store.put(replace(chunk, entries=torch.stack(noised)))
-    return engine
 
 
 def size(logits: Tensor) -> float:
@@ -107,33 +76,6 @@ def all_logits(engine: Engine, method: str) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(
-    ("family", "method"),
-    [
-        ("qwen3", "epic"),
-        *(pytest.param(family, method, marks=pytest.mark.slow)  # three engines, and 30 prompts each
-          for family in ("llama", "qwen2", "qwen3") for method in ("reuse", "epic")
-          if (family, method) != ("qwen3", "epic")),
-    ],
-)  # fmt: skip
-def test_few_bits_are_what_noise_of_half_a_step_is(family: str, method: str) -> None:
-    """The tolerance of few bits, derived: errors are uniform within half a step, so they move the
-    logits as much as any other uniform noise of that size.
-
-    Heads look at a few tokens, so that the sizes of two draws may differ by half by chance, over
-    these prompts together; twice leaves room for it.
-    """
-    exact = one_by_one(family, 16)
-    true = all_logits(exact, method)
-    for store_bits in (4, 8):
-        coarse = one_by_one(family, store_bits)
-        off = size(all_logits(coarse, method) - true)
-        noise = [all_logits(noisy(exact, coarse, seed), method) - true for seed in range(3)]
-        by_noise = size(torch.stack(noise))
-        assert by_noise / 2 < off < by_noise * 2
-        assert off < size(true) * (0.5 if store_bits == 4 else 0.05)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_8_bits_are_17_times_closer_than_4(family: str) -> None:
     """A step is 1/255 of a range instead of 1/15, and errors this small move logits in proportion.
@@ -143,21 +85,3 @@ def test_8_bits_are_17_times_closer_than_4(family: str) -> None:
     engines = [one_by_one(family, store_bits) for store_bits in (16, 8, 4)]
     true, eight, four = (all_logits(engine, "reuse") for engine in engines)
     assert 17 / 2 < size(four - true) / size(eight - true) < 17 * 2
-
-
-@pytest.mark.parametrize(("family", "store_bits"), covering(FAMILIES, [4, 8]))
-def test_chunks_reused_after_their_prefix_are_prefix_caching_within_a_step(
-    family: str, store_bits: int
-) -> None:
-    """Each of the chunks, alone in its prompt."""
-    exact, coarse = one_by_one(family, 16), one_by_one(family, store_bits)
-    off, by_noise = [], []
-    for chunk in CHUNKS:
-        prompt = chunk + "\n\nQuestion: why?"
-        reused, query = first_logits(coarse, prompt, [chunk], "reuse")
-        plain = plain_logits(coarse.model, query.layout)
-        off.append(reused - plain)
-        for seed in range(3):
-            reused, _ = first_logits(noisy(exact, coarse, seed), prompt, [chunk], "reuse")
-            by_noise.append(reused - plain)
-    assert size(torch.stack(off)) < 2 * size(torch.stack(by_noise))

@@ -4,9 +4,8 @@ Logits are compared in float32; 2e-4 is far below what a single wrong entry or p
 these models (their logits spread over tens) and above the rounding of another summation order.
 
 Laws that compare stored entries with computed ones hold to that with 16 bits, which keep every bit.
-With fewer they hold as far as uniform noise of half a step, added to every key and value, moves the
-same logits (`test_few_bits.py`): nothing within a step is known to a cache of few bits. Laws that
-compare two ways over the same stored entries know no bits, and hold to 2e-4 with all of them.
+With fewer, entries are within half a step (`test_few_bits.py`). Laws that compare two ways over the
+same stored entries know no bits, and hold to 2e-4 with all of them.
 """
 
 from __future__ import annotations

@@ -22,10 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from samkv_integrations import METHODS, Engine, MemoryStore
 from samkv_integrations.cache.windows import MIN_RUN
-from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
-from samkv_integrations.prompt import reader
 from samkv_integrations.prompt.layout import Run
 from tests.support.laws import TOLERANCE
 from tests.support.models import TEMPLATE, hf_model, tiny_model
@@ -216,23 +214,3 @@ def test_a_name_at_the_edge_of_a_chunk_is_text_whatever_it_merges_with(kind: str
             ids = resolved.token_ids
             assert engine.model.tokenizer.convert_tokens_to_ids(name) not in ids, (before, after)
             assert len(resolved.chunks) == 1
-
-
-@pytest.mark.parametrize("name", ["<|end|>", "<s>", ""])
-def test_half_a_character_is_an_error_that_says_so(name: str) -> None:
-    with pytest.raises(InvalidOption, match="half a character"):
-        engine_of("merges").resolve(f"{name}\ud800")
-
-
-def test_a_prompt_that_cannot_fit_is_refused_before_chunks_are_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = engine_of("byte-level")
-
-    def never(*_: object) -> None:
-        raise AssertionError("looked for chunks")
-
-    monkeypatch.setattr(reader, "find_runs", never)
-    for name in ("", "<|end|>"):
-        with pytest.raises(PromptTooLong, match="exceeds the context window"):
-            engine.resolve(name + "7" * (engine.model.context_window + 1))

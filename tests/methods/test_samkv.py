@@ -1,9 +1,4 @@
-"""SamKV's selection, recomputation and fusion against loops over plain Python numbers.
-
-The loops follow the equations of the paper one number at a time and share no code with the package.
-Inputs are float64 on both sides: then a different order of summation moves a score by about 1e-15,
-far less than two random scores ever differ, and every choice must be the same block for block.
-"""
+"""SamKV's selection, recomputation and fusion: the paper's equations, worked out by hand."""
 
 from __future__ import annotations
 
@@ -14,144 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.cache.attention_stats import MIN_CHUNKS, stable_layers
 from samkv_integrations.cache.chunk import BlockScheme
+from samkv_integrations.cache.formats.quantise import rotate
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.a3 import A3Recompute
-from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.base import Method, Selection, SelectionInputs, overwrite
-from samkv_integrations.methods.cacheblend import CacheblendRecompute
-from samkv_integrations.methods.epic import EpicRecompute
+from samkv_integrations.methods.base import Method, ProbedLayer, Selection, SelectionInputs
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import (
-    Fusion,
-    RecomputeNone,
-    fill_budget,
-    personalise,
-)
-from samkv_integrations.methods.samkv import (
-    SamkvRecompute,
-    SamkvSelect,
-    selected_share,
-)
+from samkv_integrations.methods.parts import Fusion, RecomputeNone, fill_budget, personalise
+from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect, selected_share
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded
+from tests.support.layouts import layout_of
 from tests.support.models import tiny_model
-from tests.support.selection_inputs import Block, Request, Shape, as_stored, request_of, shapes
-
-MANY = settings(max_examples=120, deadline=None)
-FEW = settings(max_examples=40, deadline=None)
-Vector = list[float]
-
-
-def dot(a: Vector, b: Vector) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-# --- the paper in loops ------------------------------------------------------------------------
-
-
-def loop_personal(query: list[Vector], local: list[list[Vector]], chunk: int) -> list[Vector]:
-    """Equation 1 for one chunk, (H, D)."""
-    whole = [x for head in query for x in head]
-    personal = [list(head) for head in query]
-    for j, other in enumerate(local):
-        if j == chunk:
-            continue
-        flat = [x for head in other for x in head]
-        cosine = dot(whole, flat) / math.sqrt(dot(whole, whole) * dot(flat, flat))
-        for h, head in enumerate(other):
-            for d, x in enumerate(head):
-                personal[h][d] += abs(cosine) * x / (len(local) - 1)
-    return personal
-
-
-def loop_score(personal: list[Vector], key: list[Vector]) -> float:
-    """Inner product of a mean key (G, D) with the mean query of each group, mean over groups."""
-    per_group = len(personal) // len(key)
-    total = 0.0
-    for g, of_group in enumerate(key):
-        heads = personal[g * per_group : (g + 1) * per_group]
-        mean = [sum(head[d] for head in heads) / per_group for d in range(len(of_group))]
-        total += dot(mean, of_group)
-    return total / len(key)
-
-
-@dataclasses.dataclass
-class Loops:
-    """Every intermediate value of the choice, by layer."""
-
-    scores: list[Vector]  # [layer][block]
-    share: Vector  # [chunk]
-    candidates: list[set[int]]  # [layer]
-    ranked: list[list[int]]  # [layer], best first
-    keep: list[set[int]]  # [layer]
-
-
-def loop_choice(request: Request, select: SamkvSelect) -> Loops:
-    inputs, blocks = request.inputs, request.blocks
-    chunks = range(len(request.shape.lengths))
-    queries, block_means = request.mean_query.tolist(), inputs.block_means.tolist()
-    anchor_mean = inputs.anchor_mean.tolist()
-    scores: list[Vector] = []
-    of_layer: list[Vector] = []  # P(n) of each chunk
-    for layer in range(request.shape.n_layers):
-        query = queries[layer]
-        personal = [
-            loop_personal(query, inputs.local_query[layer].tolist(), c) if select.bias else query
-            for c in chunks
-        ]
-        scores.append([loop_score(personal[b.chunk], block_means[layer][b.index]) for b in blocks])
-        of_layer.append([])
-        for c in chunks:
-            share = 0.0
-            best, worst = int(inputs.block_max[layer, c]), int(inputs.block_min[layer, c])
-            if best >= 0 and worst >= 0:
-                top, low = scores[-1][best], scores[-1][worst]
-                anchor = loop_score(personal[c], anchor_mean[layer][c])
-                if low < anchor <= top:
-                    share = (top - anchor) / (top - low)
-            of_layer[-1].append(share)
-    stable = inputs.stable_layers
-    share = [sum(of_layer[n][c] for n in stable) / len(stable) for c in chunks]
-
-    anchors = {b.index for b in blocks if b.anchor}
-    n_anchor = sum(b.stop - b.start for b in blocks if b.anchor)
-    cap = 1.0 if select.max_kept_ratio is None else select.max_kept_ratio
-    candidates, ranked, keep = [], [], []
-    for layer in range(request.shape.n_layers):
-        of_chunk: list[tuple[float, int]] = []
-        for c in chunks:
-            best = sorted(request.middle(c), key=lambda b: -scores[layer][b.index])
-            if not best:
-                continue
-            top = scores[layer][best[0].index]
-            total = math.log(sum(math.exp(scores[layer][b.index] - top) for b in best))
-            # softmax over the chunk's middle blocks; its logarithm has the same order
-            of_chunk += [
-                (scores[layer][b.index] - top - total, b.index)
-                for b in best[: math.ceil(share[c] * len(best))]
-            ]
-        candidates.append({index for _, index in of_chunk})
-        n_kept = math.ceil(len(of_chunk) / len(chunks))
-        ranked.append([index for _, index in sorted(of_chunk, reverse=True)[:n_kept]])
-        room = cap * request.n_context - n_anchor
-        chosen: set[int] = set()
-        for index in ranked[-1]:
-            room -= blocks[index].stop - blocks[index].start
-            if room < 0:
-                break
-            chosen.add(index)
-        keep.append(anchors | chosen)
-    return Loops(scores=scores, share=share, candidates=candidates, ranked=ranked, keep=keep)
 
 
 def sets(mask: Tensor) -> list[set[int]]:
@@ -161,35 +35,11 @@ def sets(mask: Tensor) -> list[set[int]]:
 # --- section 3.1 and 3.2 -----------------------------------------------------------------------
 
 
-@MANY
-@given(
-    shapes(),
-    st.one_of(st.none(), st.floats(0, 1)),
-    st.booleans(),
-)
-def test_the_choice_is_that_of_the_loops(shape: Shape, cap: float | None, bias: bool) -> None:
-    request = request_of(shape)
-    select = SamkvSelect(max_kept_ratio=cap, bias=bias)
-    chosen = select.choose(request.mean_query, request.inputs, request.layout)
-    assert chosen.keep.shape == (shape.n_layers, len(request.blocks))
-    assert chosen.keep.device.type == "cpu"
-    assert sets(chosen.keep) == loop_choice(request, select).keep
-
-
-@FEW
-@given(shapes())
-def test_equation_1_biases_each_chunk_by_the_others(shape: Shape) -> None:
-    request = request_of(shape)
-    query, local = request.mean_query, request.inputs.local_query
-    expected = [
-        [
-            loop_personal(query[layer].tolist(), local[layer].tolist(), chunk)
-            for chunk in range(len(shape.lengths))
-        ]
-        for layer in range(shape.n_layers)
-    ]
-    actual = personalise(query, local)
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))
+def test_equation_1_biases_each_chunk_by_the_others() -> None:
+    """One head of two channels; cosines of the question's query and the chunks' are 1, 0, 0.6."""
+    query, local = torch.tensor([[[1.0, 0]]]), torch.tensor([[[[2.0, 0]], [[0, 3]], [[3, 4]]]])
+    expected = torch.tensor([[[[1.9, 1.2]], [[2.9, 1.2]], [[2.0, 0.0]]]])
+    torch.testing.assert_close(personalise(query, local), expected)
 
 
 def scored(tops: list[float], anchors: list[float], lows: list[float], stable: tuple[int, ...]):
@@ -229,24 +79,26 @@ def test_equation_3_is_the_mean_over_stable_layers() -> None:
     assert scored(tops, anchors, lows, (2,)) == 0.0
 
 
-def test_the_random_requests_hold_what_the_comparison_is_about() -> None:
-    """Shares strictly between 0 and 1, chunks without a middle, a cap that cuts, and one that
-    does not; otherwise the comparisons above could pass on nothing."""
-    partial = no_middle = cut = uncut = across = 0
-    for seed in range(120):
-        lengths = ((40, 3, 25), (44, 30, 12, 38), (45,))[seed % 3]
-        request = request_of(Shape(seed=seed, lengths=lengths))
-        loops = loop_choice(request, SamkvSelect(max_kept_ratio=0.5))
-        no_middle += any(not request.middle(c) for c in range(len(lengths)))
-        partial += any(0.05 < share < 0.95 for share in loops.share)
-        anchors = {b.index for b in request.blocks if b.anchor}
-        for ranked, keep, candidates in zip(
-            loops.ranked, loops.keep, loops.candidates, strict=True
-        ):
-            cut += len(ranked) > len(keep - anchors)
-            uncut += 0 < len(ranked) == len(keep - anchors)
-            across += len({request.blocks[i].chunk for i in candidates}) > 1
-    assert min(partial, no_middle, cut, uncut, across) >= 10
+@pytest.mark.parametrize(("cap", "chosen"), [(None, {1, 2, 11}), (0.4, {1, 11}), (0.3, set())])
+def test_the_best_shares_of_chunks_compete(cap: float | None, chosen: set[int]) -> None:
+    """Two chunks of ten blocks, of which seven are no anchors, and a query that reads their means.
+
+    Of the first chunk half is a candidate, (7 - 4) / (7 - 1), so four blocks; of the second a
+    tenth, so one. Three of these five stay: 11, which has nearly all of its chunk's softmax, 1, 2.
+    A cap leaves room for 2 blocks beside the 24 tokens of anchors, or for none.
+    """
+    layout = layout_of((40, 40))
+    means = torch.zeros(1, 20, 1, 1)
+    means[0, 1:8, 0, 0] = torch.arange(7.0, 0.0, -1)
+    means[0, 11] = 10.0
+    inputs = SelectionInputs(
+        n_layers=1, block_means=means, anchor_mean=torch.tensor([[[[4.0]], [[9.0]]]]),
+        block_max=torch.tensor([[1, 11]]), block_min=torch.tensor([[7, 12]]), stable_layers=(0,),
+    )  # fmt: skip
+    select = SamkvSelect(max_kept_ratio=cap, bias=False)
+    keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
+    assert keep.device.type == "cpu"
+    assert sets(keep) == [{0, 8, 9, 10, 18, 19} | chosen]
 
 
 @pytest.mark.parametrize(
@@ -256,77 +108,26 @@ def test_the_random_requests_hold_what_the_comparison_is_about() -> None:
 def test_a_budget_is_filled_to_its_last_token(budget: float, kept: list[int]) -> None:
     """Blocks of 4, the last of 2; filling ends at the first block that does not fit, so the short
     one never slips in before its turn."""
-    layout = request_of(Shape(seed=0, lengths=(18,))).layout
+    layout = layout_of((18,))
     order = torch.tensor([[-math.inf, 2.0, -math.inf, math.inf, -5.0]])
     assert sets(fill_budget(order, layout, budget)) == [set(kept)]
-
-
-@FEW
-@given(shapes(), st.floats(0, 1))
-def test_anchors_are_kept_and_the_cap_holds(shape: Shape, cap: float) -> None:
-    request = request_of(shape)
-    request = as_stored(request)
-    keep = (
-        SamkvSelect(max_kept_ratio=cap)
-        .choose(request.mean_query, request.inputs, request.layout)
-        .keep
-    )
-    sizes = torch.tensor([b.stop - b.start for b in request.blocks])
-    anchor = torch.tensor([b.anchor for b in request.blocks])
-    assert bool(keep[:, anchor].all())
-    kept = (keep * sizes).sum(1)
-    assert bool((kept <= max(cap * request.n_context, int(sizes[anchor].sum()))).all())
-
-
-@FEW
-@given(shapes())
-def test_the_choice_is_pure(shape: Shape) -> None:
-    request = request_of(shape)
-    before = {
-        name: value.clone()
-        for name, value in vars(request.inputs).items()
-        if isinstance(value, Tensor)
-    }
-    query = request.mean_query.clone()
-    select = SamkvSelect(max_kept_ratio=0.5)
-    once = select.choose(request.mean_query, request.inputs, request.layout).keep.clone()
-    again = select.choose(request.mean_query, request.inputs, request.layout).keep
-    assert torch.equal(once, again) and torch.equal(query, request.mean_query)
-    for name, value in before.items():
-        assert torch.equal(value, getattr(request.inputs, name)), name
 
 
 # --- section 3.3 -------------------------------------------------------------------------------
 
 
-def random_keep(request: Request) -> Tensor:
-    generator = torch.Generator().manual_seed(request.shape.seed + 1)
-    return torch.rand(request.shape.n_layers, len(request.blocks), generator=generator) < 0.6
-
-
-@MANY
-@given(shapes(), st.booleans(), st.booleans())
-def test_recomputed_tokens_are_those_of_the_loops(
-    shape: Shape, anchors: bool, outliers: bool
-) -> None:
-    request = request_of(shape)
-    keep = random_keep(request)
-    rows = SamkvRecompute(anchors=anchors, outliers=outliers).choose(
-        Selection(keep=keep), request.inputs, request.layout
-    )
-    for layer in range(shape.n_layers):
-        expected = {
-            token
-            for block in request.blocks
-            for token in range(block.start, block.stop)
-            if bool(keep[layer, block.index])
-            and not request.exact[block.chunk]
-            and (
-                (anchors and block.anchor)
-                or (outliers and bool(request.inputs.outliers[layer, token]))
-            )
-        }
-        assert set(rows[layer].nonzero()[:, 0].tolist()) == expected
+def test_anchors_and_outliers_of_kept_blocks_are_recomputed() -> None:
+    layout = layout_of((24,), before=1)
+    keep = torch.tensor([[True, True, False, True, False, True]])  # blocks of four tokens
+    outliers = torch.zeros(1, 24, dtype=torch.bool)
+    outliers[0, [5, 9, 14]] = True
+    inputs = SelectionInputs(n_layers=1, outliers=outliers)
+    anchors = {*range(4), *range(20, 24)}
+    for parts, expected in (
+        ({}, {5, 14} | anchors), ({"anchors": False}, {5, 14}), ({"outliers": False}, anchors),
+    ):  # fmt: skip
+        rows = SamkvRecompute(**parts).choose(Selection(keep=keep), inputs, layout)
+        assert sets(rows) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -354,33 +155,6 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
     assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
 
 
-@MANY
-@given(
-    st.integers(0, 2**32 - 1),
-    st.integers(0, 6),
-    st.integers(1, 3),
-    st.integers(1, 8),
-    st.one_of(st.none(), st.floats(0, 1)),
-)
-def test_equation_4(seed: int, rows: int, groups: int, dim: int, weight: float | None) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    cached = torch.randn(rows, groups, dim, generator=generator, dtype=torch.float64)
-    fresh = cached + torch.randn(rows, groups, dim, generator=generator, dtype=torch.float64)
-    fused = Fusion(weight=weight)(cached.float(), fresh.float())
-    assert fused.dtype == torch.float32 and fused.shape == cached.shape
-    for row in range(rows):
-        old = [x for head in cached[row].float().tolist() for x in head]
-        new = [x for head in fresh[row].float().tolist() for x in head]
-        theta = weight
-        if theta is None:
-            theta = dot(old, new) / math.sqrt(dot(old, old) * dot(new, new))
-        expected = [theta * b + (1 - theta) * a for a, b in zip(old, new, strict=True)]
-        # float32 arithmetic on values of about 1: a few units of 6e-8 times the sum of 24 terms
-        torch.testing.assert_close(
-            fused[row].flatten(), torch.tensor(expected), rtol=1e-5, atol=3e-6
-        )
-
-
 def test_fusion_mixes_in_float32_and_returns_the_dtype_of_the_new_entries() -> None:
     """bfloat16 entries: the result is the exact mix rounded once (half a step is 2^-9 of it)."""
     generator = torch.Generator().manual_seed(0)
@@ -392,50 +166,15 @@ def test_fusion_mixes_in_float32_and_returns_the_dtype_of_the_new_entries() -> N
     assert torch.equal(fused, exact.bfloat16())
 
 
-def test_keys_and_values_have_a_theta_of_their_own_and_so_has_every_token() -> None:
+def test_equation_4_weighs_each_token_by_its_own_cosine() -> None:
     cached = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
-    fresh = torch.tensor([[[0.0, 1.0]], [[2.0, 0.0]]])
+    computed = torch.tensor([[[0.0, 1.0]], [[2.0, 0.0]]])
     # orthogonal: theta 0, the old entry stays; parallel: theta 1, the new entry replaces it
-    assert Fusion()(cached, fresh).tolist() == [[[1.0, 0.0]], [[2.0, 0.0]]]
+    assert Fusion()(cached, computed).tolist() == [[[1.0, 0.0]], [[2.0, 0.0]]]
+    assert Fusion(weight=0.25)(cached, computed).tolist() == [[[0.75, 0.25]], [[1.25, 0.0]]]
 
 
 # --- Table 4 as constructor calls --------------------------------------------------------------
-
-
-def test_without_middle_only_anchors_stay_and_nothing_is_read() -> None:
-    method = replace(METHODS["samkv-fusion"], select=SamkvSelect(middle=False))
-    assert not method.select.probes
-    assert method.select.needs == frozenset()
-    request = request_of(Shape(seed=4, lengths=(40, 7, 30)))
-    keep = method.select.choose(None, SelectionInputs(n_layers=2), request.layout).keep
-    anchors = {b.index for b in request.blocks if b.anchor}
-    assert sets(keep) == [anchors, anchors]
-
-
-def test_without_bias_no_local_query_is_read_or_used() -> None:
-    select = replace(METHODS["samkv-overwrite"], select=SamkvSelect(bias=False)).select
-    assert isinstance(select, SamkvSelect)
-    assert "local_query" not in select.needs
-    assert SamkvSelect().needs - select.needs == {"local_query"}
-    request = request_of(Shape(seed=5, lengths=(40, 30, 45), scale=0.3))
-    bare = replace(request.inputs, local_query=None)
-    chosen = select.choose(request.mean_query, bare, request.layout)
-    assert sets(chosen.keep) == loop_choice(request, select).keep
-
-
-def test_bias_matters_to_the_choice() -> None:
-    """Otherwise the ablation above could not fail."""
-    differ = 0
-    for seed in range(20):
-        request = request_of(Shape(seed=seed, lengths=(40, 30, 45), scale=0.3))
-        keeps = [
-            SamkvSelect(max_kept_ratio=None, bias=bias)
-            .choose(request.mean_query, request.inputs, request.layout)
-            .keep
-            for bias in (False, True)
-        ]
-        differ += not torch.equal(*keeps)
-    assert differ >= 10
 
 
 CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "shorter than the rest", "x y z w " * 6]
@@ -472,36 +211,19 @@ def test_each_ablation_runs(engine: Engine, name: str) -> None:
 # --- the question's query ----------------------------------------------------------------------
 
 
-@FEW
-@given(shapes())
-def test_the_query_is_the_mean_of_the_question_s_before_rotation(shape: Shape) -> None:
-    """Of the last plain text alone, whatever else the probe has computed before it.
-
-    In float32: a rotation is two products of numbers of at most 12, rounded to 6e-8 of them each.
-    """
-    request = request_of(shape)
-    for part in (SamkvSelect(), MultiInfllmSelect()):
-        for layer in range(shape.n_layers):
-            probed = request.probed(layer)
-            expected = []
-            for head in probed.queries.tolist():
-                rows = []
-                for row in range(len(head) - shape.window, len(head)):
-                    cos, sin = request.cos[row].tolist(), request.sin[row].tolist()
-                    half, x = shape.dim // 2, head[row]
-                    first = [x[i] * cos[i] + x[i + half] * sin[i] for i in range(half)]
-                    second = [x[i + half] * cos[i] - x[i] * sin[i] for i in range(half)]
-                    rows.append(first + second)
-                expected.append([sum(x) / shape.window for x in zip(*rows, strict=True)])
-            found = part.score(probed, request.layout)
-            assert found.dtype == torch.float32
-            torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=1e-5)
-
-
-def test_the_probe_is_over_the_anchors() -> None:
-    layout = request_of(Shape(seed=6, lengths=(40, 7, 30))).layout
-    assert SamkvSelect().probes
-    assert torch.equal(SamkvSelect().probe_blocks(layout), layout.is_anchor)
+@pytest.mark.parametrize("part", [SamkvSelect(), MultiInfllmSelect()])
+def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> None:
+    """Of the last plain text alone, whatever else the probe has computed before it."""
+    generator = torch.Generator().manual_seed(0)
+    plain, turns = (torch.randn(7, n, generator=generator) for n in (16, 2))
+    angle = torch.cat((turns, turns), dim=1)
+    plain = plain.view(7, 4, 4)
+    probed = ProbedLayer(
+        queries=rotate(plain, angle.cos(), angle.sin()).transpose(0, 1),
+        cos=angle.cos(), sin=angle.sin(),
+    )  # fmt: skip
+    found = part.score(probed, layout_of((20,), question=3))
+    torch.testing.assert_close(found, plain[-3:].mean(0), rtol=1e-5, atol=1e-5)
 
 
 # --- the inputs of a real request --------------------------------------------------------------
@@ -585,71 +307,7 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
     assert asked.report.bytes_read == ids
 
 
-# --- parts -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("part", "source"),
-    [
-        (SamkvSelect, "section 3.1"),
-        (SamkvRecompute, "section 3.3"),
-        (Fusion, "equation 4"),
-        (Quest, "section 3.3"),
-        (MultiInfllmSelect, "section 3.2"),
-        (CacheblendRecompute, "section 4.3"),
-        (A3Recompute, "section 3.2"),
-        (EpicRecompute, "section 4.2"),
-        (ApeAttention, "section 4"),
-    ],
-)
-def test_a_part_of_a_paper_names_its_source(part: type, source: str) -> None:
-    assert part.__doc__ is not None
-    assert source in part.__doc__
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        SamkvSelect, SamkvRecompute, MultiInfllmSelect, CacheblendRecompute, A3Recompute,
-        EpicRecompute, ApeAttention, Quest,
-    ],
-)  # fmt: skip
-def test_a_part_that_deviates_from_its_paper_says_so(part: type) -> None:
-    """SamkvRecompute: chunks that are exact are left out, and a token that is carried through a
-    layer where its block is not kept takes part there with fresh keys instead of cached ones."""
-    assert part.__doc__ is not None
-    assert "Deviations" in part.__doc__
-
-
-def test_the_paper_s_methods_are_made_of_the_paper_s_parts() -> None:
-    for name, update in (("samkv-overwrite", overwrite), ("samkv-fusion", Fusion())):
-        method = METHODS[name]
-        assert method.paper == "arXiv 2508.11661"
-        assert method.select == SamkvSelect() and method.recompute == SamkvRecompute()
-        assert method.update == update and method.positions == "global"
-        assert method.needs == {"block_means", "anchor_mean", "statistics", "local_query"}
-    assert SamkvRecompute(outliers=False).needs == frozenset()
-
-
 @pytest.mark.parametrize("value", [-0.01, 1.01, math.nan, math.inf])
 def test_a_cap_that_is_no_share_is_refused(value: float) -> None:
     with pytest.raises(InvalidOption, match="max_kept_ratio=.*between 0 and 1"):
         SamkvSelect(max_kept_ratio=value)
-
-
-def test_blocks_of_the_loops_are_those_of_the_layout() -> None:
-    """One chunk worked out by hand, so that the two ways of counting have a common ground."""
-    request = request_of(Shape(seed=0, lengths=(18, 2), before=1))
-    expected = [
-        Block(index=0, chunk=0, start=0, stop=4, anchor=True, initial=True),
-        Block(index=1, chunk=0, start=4, stop=8, anchor=False, initial=False),
-        Block(index=2, chunk=0, start=8, stop=12, anchor=False, initial=False),
-        Block(index=3, chunk=0, start=12, stop=16, anchor=True, initial=False),
-        Block(index=4, chunk=0, start=16, stop=18, anchor=True, initial=False),
-        Block(index=5, chunk=1, start=18, stop=20, anchor=True, initial=True),
-    ]
-    assert request.blocks == expected
-    layout = request.layout
-    assert layout.is_anchor.tolist() == [b.anchor for b in expected]
-    assert layout.block_chunk.tolist() == [b.chunk for b in expected]
-    assert layout.block_lengths.tolist() == [b.stop - b.start for b in expected]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.model.attention import attention
+from tests.support.covering import covering
 
 HEADS, DIM, KEYS, SCALING = 6, 8, 37, 0.4
 
@@ -58,14 +56,21 @@ def test_the_first_token_of_all_sees_itself_only() -> None:
     torch.testing.assert_close(output, value.repeat_interleave(HEADS // 2, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("masked", ["no", "causal", "of tokens", "of a row", "added", "of heads"])
-@pytest.mark.parametrize("of_family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize(("n_rows", "n_keys"), [(77, 200), (1, 130), (20, 99), (192, 321)])
+@pytest.mark.parametrize(
+    ("dtype", "masked", "of_family", "shape"),
+    covering(
+        [torch.bfloat16, torch.float16],
+        ["no", "causal", "of tokens", "of a row", "added", "of heads"],
+        ["llama", "gemma2", "gpt_oss"],
+        [(77, 200), (1, 130), (20, 99), (192, 321)],
+        times=3,
+    ),
+)
 def test_zeros_in_16_bits_change_nothing(
-    dtype: torch.dtype, masked: str, of_family: str, n_rows: int, n_keys: int
+    dtype: torch.dtype, masked: str, of_family: str, shape: tuple[int, int]
 ) -> None:
     """Against the same numbers in float32, which get none; nor are gradients of them NaN."""
+    n_rows, n_keys = shape
     n_keys = n_rows if masked == "causal" else n_keys
     shapes = ((HEADS, n_rows), (2, n_keys), (2, n_keys))
     given = [normal(at, 2, *shape, DIM).to(dtype) for at, shape in enumerate(shapes)]
@@ -89,29 +94,3 @@ def test_zeros_in_16_bits_change_nothing(
     expected.sum().backward()
     for mine, other in zip(given, exact, strict=True):
         torch.testing.assert_close(mine.grad.float(), other.grad, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("bound", [None, 2.0])
-def test_attention_in_16_bits_has_few_shapes(
-    bound: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch keeps a compiled program for each."""
-    shapes: set[tuple[int, int]] = set()
-    softmax, fused = Tensor.softmax, F.scaled_dot_product_attention
-
-    def note_scores(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shapes.add((scores.shape[-2], scores.shape[-1]))
-        return softmax(scores, *args, **kwargs)
-
-    def note(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shapes.add((query.shape[2], key.shape[2]))
-        return fused(query, key, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "softmax", note_scores)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
-    for n in range(64, 1000, 21):
-        query, key = (normal(0, 1, heads, n, DIM).bfloat16() for heads in (HEADS, 2))
-        attention(query, key, key, SCALING, None, True, score_cap=bound)
-        attention(query[:, :, :90], key, key, SCALING, None, False, score_cap=bound)
-    assert {n % 64 for _, n in shapes} == {0}
-    assert len(shapes) <= 2 * 16

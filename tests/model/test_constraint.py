@@ -77,30 +77,6 @@ def test_random_weights_write_json_of_the_schema(name: str, options: dict[str, A
         validate(json.loads(answer.text), schema)
 
 
-@pytest.mark.parametrize(
-    ("method", "eviction"),
-    covering(
-        ["samkv-guided", "samkv-fusion", "cacheblend", "recompute"], ["none", "snapkv", "quest"]
-    ),
-)
-def test_with_every_kind_of_method_and_eviction(method: str, eviction: str) -> None:
-    """A constraint is a matter of sampling; a cached document is answered from its cache."""
-    document = "[Tobias Trulman] Tobias Trulman was born in Flevport, a town on the Tume."
-    engine().cache_chunks([document])
-    given: dict[str, Any] = {"method": method, "eviction": eviction}
-    prompt = f"{document}\n\n{PROMPT}"
-    plain = engine().generate(prompt, **given).report
-    answer = engine().generate(
-        prompt, json_schema=SCHEMAS["person"], temperature=1.0, seed=0, **given
-    )
-    validate(json.loads(answer.text), SCHEMAS["person"])
-    assert (answer.report.reused, answer.report.bytes_read) == (
-        plain.reused,
-        plain.bytes_read,
-    )
-    assert plain.bytes_read > 0 or method == "recompute"
-
-
 def test_a_stream_is_the_same_answer() -> None:
     options: dict[str, Any] = {"json_schema": SCHEMAS["person"], "temperature": 1.0, "seed": 5}
     assert "".join(engine().stream(PROMPT, **options)) == engine().generate(PROMPT, **options).text

@@ -230,7 +230,7 @@ class TestRefused:
         with torch.no_grad():
             assert torch.equal(found.hf(ids).logits, hf(ids).logits)
 
-    @pytest.mark.parametrize("share", [0, 0.00001, 0.001, 0.005, 0.01, 0.02, 0.1, 0.5, 0.9, 0.9999])
+    @pytest.mark.parametrize("share", [0, 0.00001, 0.005, 0.1, 0.9999])
     def test_a_file_that_was_cut(self, share: float, file: Path) -> None:
         data = file.read_bytes()
         file.write_bytes(data[: int(share * len(data))])
@@ -242,7 +242,7 @@ class TestRefused:
         with pytest.raises(ModelNotFound, match="fetch it again"):
             load(file)
 
-    @pytest.mark.parametrize("at", range(0, 400, 7))
+    @pytest.mark.parametrize("at", range(0, 400, 28))
     def test_a_damaged_beginning(self, at: int, file: Path) -> None:
         """A clear error, or a model whose numbers nothing was done to."""
         data = bytearray(file.read_bytes())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import MappingProxyType
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -116,29 +114,6 @@ def test_only_the_template_controls(contents: list[str]) -> None:
     names = "".join(model.tokenizer.convert_ids_to_tokens([i for i in ids if i in special]))
     text = model.detokenize([i for i in ids if i not in special])
     assert len(text) + len(names) == len(rendered.text)
-
-
-def test_parts_keep_what_is_quoted() -> None:
-    prompt = RenderedPrompt("ab<|end|>cd<|end|>", (range(2, 9),))
-    assert prompt.part(1, 12) == RenderedPrompt("b<|end|>cd<", (range(1, 8),))
-    assert prompt.part(9, 18) == RenderedPrompt("cd<|end|>")
-    assert prompt.part(4, 6) == RenderedPrompt("en", (range(0, 2),))
-
-
-def test_nested_contents_and_odd_values() -> None:
-    tokens = tiny_model("llama").special_tokens
-    seen: list[Any] = []
-
-    def render(hidden: Any) -> str:
-        seen.append(hidden)
-        return f"{hidden['a'][0]['b']}<|end|>{hidden['n']}"
-
-    contents = {"a": (MappingProxyType({"b": "x<|end|>y"}),), "n": 3, "none": None}
-    found = tokens.rendered(contents, render)
-    assert found == RenderedPrompt("x<|end|>y<|end|>3", (range(1, 8),))
-    assert "<|end|>" not in str(seen)
-    tokens.rendered({"a": (MappingProxyType({"b": "x"}),), "n": 3}, render)
-    assert seen[-1] == {"a": [{"b": "x"}], "n": 3}  # templates write what json.dumps can
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from samkv_integrations.model import attention
-from samkv_integrations.model.attention import InParts, for_single_token
-
-CPU = torch.device("cpu")
+from samkv_integrations.model.attention import InParts
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -38,15 +35,3 @@ def test_a_transposed_weight_is_as_good() -> None:
     x = torch.randn(1, 64)
     with InParts():
         torch.testing.assert_close(linear(x, weight), x @ weight.T)
-
-
-def test_other_dtypes_are_left_alone() -> None:
-    layer, x = nn.Linear(64, 64, dtype=torch.bfloat16), torch.randn(1, 64, dtype=torch.bfloat16)
-    with for_single_token(CPU, torch.bfloat16):
-        assert torch.equal(layer(x), linear(x, layer.weight, layer.bias))
-
-
-@pytest.mark.parametrize("faster", [False, True])
-def test_a_trial_decides(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
-    monkeypatch.setattr(attention, "parts_are_faster", lambda: faster)
-    assert isinstance(for_single_token(CPU, torch.float32), InParts) == faster

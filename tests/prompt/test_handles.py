@@ -111,12 +111,6 @@ class TestLifetime:
         ] * 2  # a warning is said once
         handles.require_whole(old[:30])  # it was never cut as far as anybody knows
 
-    def test_the_oldest_go_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(handles_module, "MAX_ISSUED", 2)
-        handles = Handles()
-        issued = [handles.issue(body) for body in "abc"]
-        assert [span.body for span in handles.find("".join(issued))] == ["b", "c"]
-
     def test_forgotten_texts_are_behind_none(self) -> None:
         handles = Handles()
         issued = "".join(handles.issue(body) for body in ("one", "two", "one"))

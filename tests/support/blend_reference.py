@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.working_cache import DenseCache
-from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.base import Checked, Positions, ProbedLayer, Update, overwrite
+from samkv_integrations.methods.base import Positions, ProbedLayer, Update, overwrite
 from samkv_integrations.methods.parts import Fusion
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
@@ -154,30 +152,6 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum() / (a.square().sum().sqrt() * b.square().sum().sqrt())
 
 
-@dataclass(frozen=True)
-class Apart:
-    """Attention in two parts, as APE has it: to these positions, and to all others."""
-
-    positions: frozenset[int]
-    temperature: float
-    scale: float
-
-    def output(self, at: list[int], logits: Tensor, values: Tensor) -> Tensor:
-        """(D,) of one head: each part's own output, weighed by their sums of exponentials."""
-        of_context = torch.tensor([place in self.positions for place in at])
-        parts = []
-        for chosen, temperature, scale in (
-            (of_context, self.temperature, self.scale),
-            (~of_context, 1.0, 1.0),
-        ):
-            if bool(chosen.any()):
-                own = logits[chosen] / temperature
-                mass = scale * float(own.double().exp().sum().log())
-                parts.append((mass, torch.softmax(own, dim=0) @ values[chosen]))
-        total = sum(math.exp(mass) for mass, _ in parts)
-        return sum((math.exp(mass) / total * part for mass, part in parts), torch.zeros(()))
-
-
 @dataclass
 class Reference:
     """A request computed entry by entry. ``entries``: of each layer, what later tokens may read."""
@@ -185,12 +159,9 @@ class Reference:
     model: Model
     entries: list[list[Entry]]
     queries: list[dict[int, Tensor]]  # [layer][position]: (H, D) before RoPE
-    keys: list[dict[int, Tensor]]  # (G, D) before RoPE, of the tokens that were computed
-    values: list[dict[int, Tensor]]  # (G, D), of the same
     logits: Tensor
     n_tokens: int
     n_only_carried: int = 0
-    apart: Apart | None = None
 
     def step(self, token: int) -> Tensor:
         """Logits after one token more, at the next place of the whole prompt."""
@@ -200,7 +171,7 @@ class Reference:
             entry = (self.n_tokens, turned(key, self.n_tokens, self.model), value)
             self.entries[layer].append(entry)
             hidden = after_attention(
-                self.model, layer, hidden, query, self.n_tokens, self.entries[layer], self.apart
+                self.model, layer, hidden, query, self.n_tokens, self.entries[layer]
             )
         self.n_tokens += 1
         return self.model.hf.lm_head(self.model.hf.model.norm(hidden))
@@ -225,11 +196,9 @@ def after_attention(
     query: Tensor,
     position: int,
     entries: list[Entry],
-    apart: Apart | None = None,
 ) -> Tensor:
     """One token through one layer; it sees the entries at its own and earlier positions."""
     block = model.hf.model.layers[layer]
-    places = [at for at, *_ in entries if at <= position]
     visible = [(key, value) for at, key, value in entries if at <= position]
     rotated = turned(query, position, model)
     per_group = model.n_heads // model.n_kv_heads
@@ -238,10 +207,7 @@ def after_attention(
         keys = torch.stack([key[h // per_group] for key, _ in visible])
         values = torch.stack([value[h // per_group] for _, value in visible])
         logits = keys @ rotated[h] / math.sqrt(model.head_dim)
-        if apart is None:
-            heads.append(torch.softmax(logits, dim=0) @ values)
-        else:
-            heads.append(apart.output(places, logits, values))
+        heads.append(torch.softmax(logits, dim=0) @ values)
     hidden = hidden + block.self_attn.o_proj(torch.cat(heads))
     return hidden + block.mlp(block.post_attention_layernorm(hidden))
 
@@ -253,13 +219,10 @@ def reference(
     *,
     weight: float | None | str = "overwrite",
     positions: Positions = "global",
-    passing: Literal["fresh", "cached", "hidden"] = "fresh",
-    ape: ApeAttention | None = None,
 ) -> Reference:
     """The whole request.
 
-    weight: of fusion (None: the cosine), or ``overwrite``. passing: what other tokens see of one
-    that is carried through a layer where its block is not kept.
+    weight: of fusion (None: the cosine), or ``overwrite``.
     """
     ids = case.ids
     # of the context: position, keys and values of its chunk, token there, block, prefilled position
@@ -280,17 +243,16 @@ def reference(
         for layer in range(LAYERS)
     ]
     hidden = {at: model.hf.model.embed_tokens(torch.tensor(ids[at])) for at in range(n_tokens)}
-    apart = ape and Apart(frozenset(of_chunk), ape.temperature, ape.scale)
-    out = Reference(model, [], [], [], [], torch.empty(0), n_tokens, apart=apart)
+    out = Reference(model, [], [], torch.empty(0), n_tokens)
     for layer in range(LAYERS):
         needed = set().union(*stale[layer:])
         rows = [at for at in range(n_tokens) if at not in of_chunk or at in needed]
         fresh = {}
-        queries, raw = {}, {}
+        queries = {}
         for at in rows:
             query, key, value = projections(model, layer, hidden[at])
             fresh[at] = (turned(key, at, model), value)
-            queries[at], raw[at] = query, key
+            queries[at] = query
         entries: list[Entry] = []
         kept = set()
         for at, (keys, values), row, block, prefilled in context:
@@ -311,26 +273,15 @@ def reference(
             entries.append((at, key, value))
         # tokens that only pass through leave no entry behind
         passed = {at for at in rows if at in of_chunk and at not in kept}
-        entries += [(at, *fresh[at]) for at in rows if at not in kept | passed]
-        if passing == "fresh":
-            entries += [(at, *fresh[at]) for at in passed]
-        if passing == "cached":
-            entries += [
-                (at, turned(keys[layer, row], at, model), values[layer, row])
-                for at, (keys, values), row, *_ in context
-                if at in passed
-            ]
+        entries += [(at, *fresh[at]) for at in rows if at not in kept]
         entries.sort(key=lambda entry: entry[0])
         hidden = {
-            at: after_attention(model, layer, hidden[at], queries[at], at, entries, apart)
-            for at in rows
+            at: after_attention(model, layer, hidden[at], queries[at], at, entries) for at in rows
         }
         out.n_only_carried += len(passed)
         entries = [entry for entry in entries if entry[0] not in passed]
         out.entries.append(entries)
         out.queries.append(queries)
-        out.keys.append(raw)
-        out.values.append({at: value for at, (_, value) in fresh.items()})
     out.logits = model.hf.lm_head(model.hf.model.norm(hidden[n_tokens - 1]))
     return out
 
@@ -340,13 +291,11 @@ def reference(
 
 @dataclass(frozen=True, kw_only=True)
 class Blended:
-    """A pass that has run. plan: what its last layers did. probed: its layers, where they were
-    observed instead of kept."""
+    """A pass that has run. probed: its layers, where they were observed instead of kept."""
 
     logits: Tensor
     cache: DenseCache
     plan: PassPlan
-    context: Context
     probed: list[ProbedLayer]
 
 
@@ -357,42 +306,27 @@ def blended(
     recompute: Tensor | None = None,
     update: Update = overwrite,
     positions: Positions = "global",
-    attend: ApeAttention | None = None,
     capacity: int = 0,
-    check: tuple[int, Callable[[Checked], Tensor]] | None = None,
     probes: bool = False,
 ) -> Blended:
-    """The pass of a case. check: a layer, and what gives the tokens of all later ones there."""
+    """The pass of a case."""
     layout, rows = case.layout, case.recompute if recompute is None else recompute
-    plans: list[PassPlan] = []
-
-    def plan_of(of_rows: Tensor) -> PassPlan:
-        plan = plan_pass(
-            layout, case.keep, of_rows, devices=model.layer_devices, dtype=model.dtype,
-            mixes=update is not overwrite, weighs=attend is not None,
-        )  # fmt: skip
-        plans.append(plan)
-        return plan
-
-    def decide(checked: Checked) -> PassPlan:
-        after = rows.clone()
-        after[check[0] + 1 :] = check[1](checked)
-        return plan_of(after)
-
     rotation = model.rotation(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
     context = case.context(model.rotation(at))
-    plan = plan_of(rows)
-    context.load(plan.blocks if check is None else case.keep)
-    cache, probed = DenseCache(LAYERS, capacity, weigh=attend), []
+    plan = plan_pass(
+        layout, case.keep, rows, devices=model.layer_devices, dtype=model.dtype,
+        mixes=update is not overwrite, weighs=False,
+    )  # fmt: skip
+    context.load(plan.blocks)
+    cache, probed = DenseCache(LAYERS, capacity), []
     blend = Blend(
         model=model, layout=layout, context=context, rotation=rotation, update=update,
-        weigh=attend, cache=None if probes else cache, observe=probed.append if probes else None,
-        check=check and (check[0], decide),
+        weigh=None, cache=None if probes else cache, observe=probed.append if probes else None,
     )  # fmt: skip
     with torch.inference_mode():
         logits = blend.run(plan)
-    return Blended(logits=logits, cache=cache, plan=plans[-1], context=context, probed=probed)
+    return Blended(logits=logits, cache=cache, plan=plan, probed=probed)
 
 
 def assert_entries(cache: DenseCache, entries: list[list[Entry]]) -> None:

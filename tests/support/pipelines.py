@@ -1,8 +1,7 @@
-"""What tables of pipelines share, whatever the framework: questions, counting, rows."""
+"""What tests of pipelines share, whatever the framework: questions, and what came of an answer."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,20 +18,13 @@ from samkv_integrations import AnswerStream, Engine
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.evaluation import f1_words
 from samkv_integrations.model import Model, load_model
-from tests.support.handles import HANDLE
 
 TOP_K = 4
 TURNS = 3
 """Questions a chat."""
-N_QUESTIONS = 50
-BAR = 0.9
-"""Share of questions that must be answered as full prefill answers them."""
 
+HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")
 _PIECE_OF_HANDLE = "samkv:"
-
-ASPECTS = ("same", "hits", "handles")
-"""What every pipeline must reach: the same answers as full prefill on a `BAR` of the questions; a
-hit for every chunk that went into a prompt; no handle where a user or a program looks."""
 
 
 @cache
@@ -50,7 +42,13 @@ def title_of(body: str) -> str:
     return body.split("\n")[0][1:-1]
 
 
-def questions(number: int = N_QUESTIONS) -> list[Question]:
+def questions(number: int) -> list[Question]:
+    """So many of those that fit together."""
+    return _questions()[:number]
+
+
+@cache
+def _questions() -> list[Question]:
     """Held-out questions whose documents can share an index: no name is part of another.
 
     Single facts only, and only where the document asked about is among the `TOP_K` that the
@@ -68,24 +66,20 @@ def questions(number: int = N_QUESTIONS) -> list[Question]:
     embedding = HashingEmbedding()
     asked = np.array(embedding.embed([question.question for question in apart]))
     nearest = np.argsort(-asked @ np.array(embedding.embed(bodies)).T)[:, :TOP_K]
-    served = [
+    return [
         question
         for question, places in zip(apart, nearest, strict=True)
         if any(title_of(bodies[place]) in question.question for place in places)
     ]
-    if len(served) < number:
-        raise ValueError(f"{number} questions; there are {len(served)} that fit together")
-    return served[:number]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One call of the engine: its prompt, and its chunks with and without a usable cache.
 
-    asked: the prompt as the engine was given it, a string or messages. prompt: all its text.
+    prompt: all the text of it.
     """
 
-    asked: Any
     prompt: str
     hits: int
     misses: int
@@ -130,7 +124,6 @@ def recorded() -> Iterator[list[Callable[[], Call]]]:
             report = answer.report
             misses = sum(report.chunk_misses.values())
             return Call(
-                asked=prompt,
                 prompt="\n".join(turns),
                 hits=report.found - misses,
                 misses=misses,
@@ -152,7 +145,7 @@ def bodies_in(prompt: str, bodies: Sequence[str]) -> int:
 class Outcome:
     """One answer, the chunks that went into its prompts, and handles that could be seen.
 
-    asked, prompts: the prompts of its calls, see `Call`.
+    prompts: those of its calls.
     given: counted without the reports. A chunk that was retrieved, but stands in no prompt (because
     something cut it), is given too: it should have been there.
     """
@@ -162,7 +155,6 @@ class Outcome:
     hits: int
     misses: int
     handles: int
-    asked: tuple[Any, ...]
     prompts: tuple[str, ...]
 
 
@@ -178,67 +170,8 @@ def outcome(ask: Ask, question: str) -> Outcome:
         hits=sum(call.hits for call in calls),
         misses=sum(call.misses for call in calls),
         handles=sum(text.count(_PIECE_OF_HANDLE) for text in (asked.answer, *asked.shown)),
-        asked=tuple(call.asked for call in calls),
         prompts=tuple(call.prompt for call in calls),
     )
-
-
-class Answering:
-    """Questions, and what was made or answered for them; each thing once."""
-
-    def __init__(self, asked: Sequence[Question]) -> None:
-        self.questions = tuple(asked)
-        self._made: dict[str, Any] = {}
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time for this name."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
-
-    def answers(self, name: str, ask: Callable[[], Ask]) -> list[Outcome]:
-        """What the pipeline of this name answers to all questions."""
-
-        def ask_all() -> list[Outcome]:
-            pipeline = ask()
-            return [outcome(pipeline, question.question) for question in self.questions]
-
-        found: list[Outcome] = self.once(name, ask_all)
-        return found
-
-
-def shared_words(question: str, text: str) -> float:
-    """The share of the question's words that a text holds: what the rerankers here go by."""
-    wanted = set(f1_words(question))
-    return len(wanted & set(f1_words(text))) / len(wanted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What came of one pipeline.
-
-    same: answers that equal full prefill's. right: those that hold an expected answer. given:
-    chunks that went into prompts; hits, misses: those with and without a usable cache, by the
-    reports. handles: seen in answers, sources and memories.
-    """
-
-    pipeline: str
-    way: str
-    questions: int
-    same: int
-    right: int
-    given: int
-    hits: int
-    misses: int
-    handles: int
-
-    def passes(self, aspect: str) -> bool:
-        """Whether the row reaches the bar in one of `ASPECTS`."""
-        if aspect == "same":
-            return self.same >= math.floor(BAR * self.questions)
-        if aspect == "hits":
-            return self.hits == self.given and not self.misses
-        return not self.handles
 
 
 def holds(answer: str, expected: Sequence[str]) -> bool:
@@ -247,24 +180,19 @@ def holds(answer: str, expected: Sequence[str]) -> bool:
     return any(f" {' '.join(f1_words(text))} " in words for text in expected)
 
 
-def compared(
-    pipeline: str,
-    way: str,
-    asked: Sequence[Question],
-    found: Sequence[Outcome],
-    full: Sequence[Outcome],
-) -> Row:
-    """A row, of what a pipeline answers from caches and with full prefill."""
-    return Row(
-        pipeline=pipeline,
-        way=way,
-        questions=len(found),
-        same=sum(a.answer == b.answer for a, b in zip(found, full, strict=True)),
-        right=sum(
-            holds(one.answer, question.answers) for one, question in zip(found, asked, strict=True)
-        ),
-        given=sum(one.given for one in found),
-        hits=sum(one.hits for one in found),
-        misses=sum(one.misses for one in found),
-        handles=sum(one.handles for one in found),
-    )
+def assert_answers_from_caches(
+    asked: Sequence[Question], ask: Ask, in_full: Ask, *, shows_handles: bool = False
+) -> list[Outcome]:
+    """The answers of full prefill, a hit for every chunk that went into a prompt, and no handle.
+
+    ask, in_full: the same pipeline with the default method, and with full prefill.
+    shows_handles: whether those who see sources see handles, as the pipeline was told to.
+    """
+    outcomes = []
+    for question in asked:
+        found, full = (outcome(each, question.question) for each in (ask, in_full))
+        assert found.answer == full.answer
+        assert found.hits == found.given and not found.misses
+        assert bool(found.handles) == shows_handles
+        outcomes.append(found)
+    return outcomes

@@ -1,8 +1,4 @@
-"""LangChain's chains answer from chunk caches as from full prefill, every chunk a hit.
-
-The table is in `tests.support.langchain_chains`; a few questions here, all of them in the slow
-test.
-"""
+"""LangChain's chains answer from chunk caches as from full prefill, every chunk a hit."""
 
 from __future__ import annotations
 
@@ -19,26 +15,22 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_samkv import SamKVDocumentCompressor, format_docs
 from langchain_samkv.documents import Mode
 from samkv_integrations.errors import TimedOut
-from tests.support.handles import HANDLE
-from tests.support.langchain_chains import (
-    CHAINS,
-    TEMPLATE,
-    Library,
-    Setting,
-    answers,
-    join,
-    lcel,
-    measure,
+from tests.support.langchain_chains import CHAINS, TEMPLATE, Library, Setting, join, lcel
+from tests.support.pipelines import (
+    HANDLE,
+    TOP_K,
+    TURNS,
+    assert_answers_from_caches,
+    holds,
+    questions,
+    recorded,
 )
-from tests.support.pipelines import N_QUESTIONS, TOP_K, TURNS, questions, recorded
 
 # of LangChain, about classes that it still ships and people still use
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
 
-ASKED_OF = [(name, aspect) for name, chain in CHAINS.items() for aspect in chain.aspects]
-
 FEW = TURNS
-"""Questions of the quick tests: one whole chat."""
+"""Questions: one whole chat."""
 
 
 @pytest.fixture(scope="module")
@@ -47,42 +39,26 @@ def few() -> Library:
 
 
 @pytest.fixture(scope="module")
-def all_of_them() -> Library:
-    return Library(questions(N_QUESTIONS))
-
-
-@pytest.fixture(scope="module")
 def ours(few: Library) -> Setting:
     return Setting(library=few, method="samkv-guided")
 
 
-ALIKE = ("LCEL, f-string, ainvoke", "LCEL, f-string, astream", "LCEL, mustache {{ }}",
-         "LCEL, jinja2", "RunnableWithMessageHistory, stream")  # fmt: skip
-"""Chains that differ from another one by what the batches or the other templates differ by, too."""
-
-
-@pytest.mark.parametrize(
-    ("name", "aspect"),
-    [
-        pytest.param(*asked, marks=pytest.mark.slow if asked[0] in ALIKE else ())
-        for asked in ASKED_OF
-    ],
-)
-def test_chain(few: Library, name: str, aspect: str) -> None:
-    row = measure(name, few)
-    assert row.questions == FEW
-    if aspect == "same":
-        assert row.same == row.right == FEW, row
-    else:
-        assert row.passes(aspect) != (aspect == "handles" and CHAINS[name].shows_handles), row
-
-
-@pytest.mark.slow  # 50 questions to every chain, twice: 5 minutes on one core
-@pytest.mark.parametrize(("name", "aspect"), ASKED_OF)
-def test_chain_with_all_questions(all_of_them: Library, name: str, aspect: str) -> None:
-    row = measure(name, all_of_them)
-    assert row.questions == N_QUESTIONS
-    assert row.passes(aspect) != (aspect == "handles" and CHAINS[name].shows_handles), row
+@pytest.mark.parametrize("name", CHAINS)
+def test_chain(few: Library, ours: Setting, name: str) -> None:
+    full = Setting(library=few, method="recompute")
+    found = assert_answers_from_caches(
+        few.questions, CHAINS[name](ours), CHAINS[name](full),
+        shows_handles=name == "create_retrieval_chain, compressor",
+    )  # fmt: skip
+    for one, question in zip(found, few.questions, strict=True):
+        assert holds(one.answer, question.answers)
+    for one in found if "compressor" in name else ():
+        (prompt,) = one.prompts
+        assert len(HANDLE.findall(prompt)) == TOP_K  # its hits are not those of texts
+    if name in ("RunnableWithMessageHistory", "LangGraph, checkpointed"):
+        (prompt,) = found[-1].prompts
+        assert all(question.question in prompt for question in few.questions)
+        assert found[-1].hits == TOP_K  # the turns before are there without their chunks
 
 
 def test_batches_of_different_questions(few: Library, ours: Setting) -> None:
@@ -94,14 +70,6 @@ def test_batches_of_different_questions(few: Library, ours: Setting) -> None:
         assert chain.batch(asked) == one_by_one
         assert asyncio.run(chain.abatch(asked)) == one_by_one
         assert [call().hits for call in calls] == [TOP_K] * 4 * FEW
-
-
-def test_chats_remember_three_turns(few: Library) -> None:
-    for name in ("RunnableWithMessageHistory", "LangGraph, checkpointed"):
-        *_, last = answers(name, few, "samkv-guided")
-        (prompt,) = last.prompts
-        assert all(question.question in prompt for question in few.questions)
-        assert last.hits == TOP_K  # the turns before are there without their chunks
 
 
 class TestTemplates:
