@@ -28,11 +28,10 @@ from benchmarks.right_table import FULL, summarise, table
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.decode import Decoder, decode, force
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import Request
+from samkv_integrations.engine.request import AnswerSettings, Request
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation.judge import is_right
 from samkv_integrations.evaluation.measures import kl

@@ -135,7 +135,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         if len(self._answer.pieces) == AHEAD - 1:
             self._scheduler.wake()
         if self._last is None:
-            self._trace.begun(self._answer.stages)
+            self._trace.begun(self._request.stages)
         self._last = piece
         if piece.finish_reason is not None:
             self._end()

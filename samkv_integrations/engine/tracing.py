@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 from samkv_integrations import formatting
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
+from samkv_integrations.engine.request import AnswerSettings
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.reader import Prompt
 

@@ -12,11 +12,11 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from samkv_integrations import formatting
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.decode import Greedy, decode_greedily
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import AnswerSettings
 from samkv_integrations.engine.tuned import TunedSetting
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.evaluation.judge import Paired, is_right

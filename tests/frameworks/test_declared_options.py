@@ -18,7 +18,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.cli.arguments import with_flags
 from samkv_integrations.engine import options
-from samkv_integrations.engine.answer_settings import AnswerSettings
+from samkv_integrations.engine.request import AnswerSettings
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.llm import fields
 from samkv_integrations.model.sampling import DECLARED, Sampling

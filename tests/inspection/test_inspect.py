@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from samkv_integrations.engine.blend import State
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.inspection import Inspection, inspect
+from samkv_integrations.inspection import Inspection, State, inspect
 from samkv_integrations.methods import METHODS, Method
 from tests.support.laws import CHUNKS, PROMPT, engine_of
 from tests.support.models import FAMILIES, hf_model
