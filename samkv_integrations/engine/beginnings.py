@@ -11,11 +11,15 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.engine.chunks import Chunks
+from samkv_integrations.engine.prefill import entries_before, prefill
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.resolve import Resolved
 
 MOST_SEEN = 1024
@@ -66,13 +70,27 @@ class Beginnings:
     def _make(
         self, chunk: ChunkRef, head: tuple[int, ...], since: int, check: Callable[[], None]
     ) -> None:
-        """Compute in the model's thread, and store in another one: a disk may be slow."""
-        cache = self._chunks.compute_behind(chunk, head, check)
-        if cache is None:
+        """Compute in the model's thread, and store in another one, because a disk may be slow.
+
+        check: called before every layer; it may raise to end the pass.
+        """
+        chunks = self._chunks
+        fingerprint, is_same_model = chunks.while_computing()
+        made_by = chunks.store.behind(fingerprint, head)
+        key = chunks.store.key(made_by, chunk.token_ids)
+        if chunks.store.contains(key, made_by):
             return
-        thread = threading.Thread(
-            target=self._chunks.keep_behind, args=(cache, since), name="samkv-store", daemon=True
-        )
+        with chunks.model.interruptible(check):
+            before = entries_before(chunks.model, head)
+            (cache,) = prefill(chunks.model, [replace(chunk, key=key)], made_by, before)
+        if not is_same_model():
+            return
+
+        def store() -> None:
+            with suppress(StoreError):  # no room, or a failure: the next question tries again
+                chunks.keep(since, cache)
+
+        thread = threading.Thread(target=store, name="samkv-store", daemon=True)
         with self._lock:
             self._storing = [each for each in self._storing if each.is_alive()]
             self._storing.append(thread)
