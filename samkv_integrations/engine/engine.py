@@ -381,7 +381,7 @@ class Engine:
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 
         def compute() -> torch.Tensor:
-            return force(self.request(resolved, settings, max(1, len(follow))), follow).logits
+            return force(self.request(resolved, settings, max(1, len(follow))), follow)[0]
 
         with self.resolve(prompt, chunks) as resolved:
             return self.scheduler.run(compute)
