@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -234,19 +235,7 @@ class Blend:
     def through_layers(self, plan: PassPlan) -> Tensor:
         """(1, R, hidden size): output of the last layer for the tokens that it computes."""
         layers = list(plan.layers)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            if self.check is not None and layer == self.check[0]:
-                carried, rows = layers[layer].carried, layers[layer].carried_rows
-                checked = Checked(
-                    tokens=carried, queries=query[0][:, -len(self.layout.question) :],
-                    keys=key[0].transpose(0, 1)[rows], values=value[0].transpose(0, 1)[rows],
-                    cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
-                    scaling=scaling,
-                )  # fmt: skip
-                layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
-            return self._layer(layer, layers[layer], query, key, value, scaling)
-
+        attend = partial(self._attend, layers)
         positions = layers[0].positions
         hidden = self.model.embed(self.layout.token_ids.to(positions.device)[positions])[None]
         for layer in range(self.model.n_layers):
@@ -258,9 +247,24 @@ class Blend:
             hidden = self.model.layer(layer, hidden, cos, sin, attend)
         return hidden
 
-    def _layer(
-        self, layer: int, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
+    def _attend(
+        self, layers: list[LayerPlan], layer: int, query: Tensor, key: Tensor, value: Tensor,
+        scaling: float,
+    ) -> Tensor:  # fmt: skip
+        """The attention of a layer: (1, H, R, D) each but key and value (1, G, R, D).
+
+        layers: the plans of all layers. At the check layer those of the later ones are replaced.
+        """
+        plan = layers[layer]
+        if self.check is not None and layer == self.check[0]:
+            carried, rows = plan.carried, plan.carried_rows
+            checked = Checked(
+                tokens=carried, queries=query[0][:, -len(self.layout.question) :],
+                keys=key[0].transpose(0, 1)[rows], values=value[0].transpose(0, 1)[rows],
+                cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
+                scaling=scaling,
+            )  # fmt: skip
+            layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
         stored = self.context.keys_and_values(layer, plan.cached)
         computed = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         held = () if self.held is None else self.held.of_layer(layer, plan.n_held)

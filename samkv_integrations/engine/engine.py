@@ -130,11 +130,6 @@ class Engine:
         self.model.identity.refresh()
         return self.fingerprint != before
 
-    @property
-    def stable_layers(self) -> tuple[int, ...]:
-        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
-        return self.chunks.stable_layers
-
     def key_of(self, text: str) -> str:
         """The key of the chunk cache of ``text``, whether or not it exists."""
         return self.chunks.refer([text])[0].key
@@ -424,7 +419,7 @@ class Engine:
             chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
             settings=settings, end_ids=end_ids,
             form=None if schema is None else JsonConstraint(self.model, schema, end_ids),
-            stable_layers=self.stable_layers if "statistics" in method.needs else (),
+            stable_layers=self.chunks.stable_layers if "statistics" in method.needs else (),
             # full prefill leaves out the rule that is the method's own
             eviction=method.eviction if given is None else rule, whole_eviction=rule,
             costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,

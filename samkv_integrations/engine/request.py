@@ -60,17 +60,15 @@ class AnswerSettings:
                     "option of an answer", name, AnswerOptions.__annotations__
                 )
             (sampling if name in OPTIONS else given)[name] = value
+        check_options(OwnAnswerOptions, given)
+        if given.get("json_schema") is not None and given.get("stop"):
+            raise InvalidOption(
+                f"stop={given['stop']!r} with json_schema: a stop string could cut the JSON, which "
+                "ends by itself; leave out either"
+            )
         if given.get("method") is not None:
             given["method"] = get_method(given["method"])
         return cls(sampling=Sampling(**sampling), **given)
-
-    def __post_init__(self) -> None:
-        check_options(OwnAnswerOptions, vars(self))
-        if self.json_schema is not None and self.stop:
-            raise InvalidOption(
-                f"stop={self.stop!r} with json_schema: a stop string could cut the JSON, which "
-                "ends by itself; leave out either"
-            )
 
 
 @dataclass(kw_only=True, eq=False)

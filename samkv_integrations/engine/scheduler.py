@@ -316,7 +316,7 @@ class Scheduler:
     def run(self, work: Callable[[], _Made]) -> _Made:
         """Run ``work`` in the model's thread, without gradients; returns or raises what it does."""
         thread = self._running_thread()
-        if thread.is_current():
+        if threading.current_thread() is thread.thread:
             return work()
         done: Future[_Made] = Future()
 
@@ -412,23 +412,20 @@ class _Thread:
         # seconds that an owner's `run` is ahead of its answers
         self._ahead: dict[str, float] = {}
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
+        self.thread.start()
         _wait_for_threads_at_exit()
         for each in list(_threads):
-            if not each._thread.is_alive():
+            if not each.thread.is_alive():
                 _threads.discard(each)
         _threads.add(self)
-
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
 
     def stop(self) -> None:
         """End the thread after its current step."""
         self._is_stopped = True
         self.mail.put(None)
-        if not self.is_current() and self.pid == os.getpid():
-            self._thread.join()
+        if threading.current_thread() is not self.thread and self.pid == os.getpid():
+            self.thread.join()
 
     def _serve(self) -> None:
         with torch.inference_mode():

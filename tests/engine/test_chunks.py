@@ -47,7 +47,7 @@ def test_stable_layers_go_by_all_chunks_also_if_somebody_asked_while_they_were_c
     put = engine.store.put
 
     def asking(chunk: ChunkCache) -> None:
-        assert engine.stable_layers == (0,)
+        assert engine.chunks.stable_layers == (0,)
         put(chunk)
 
     monkeypatch.setattr(module, "stable_layers", counted)
@@ -55,7 +55,7 @@ def test_stable_layers_go_by_all_chunks_also_if_somebody_asked_while_they_were_c
     texts = [f"{TEXT} {number}" for number in range(MIN_CHUNKS)]
     engine.cache_chunks(texts)
     assert n_votes[0] is None  # asked when there was none
-    assert engine.stable_layers == (0,)
+    assert engine.chunks.stable_layers == (0,)
     assert n_votes[-1] == MIN_CHUNKS
 
 
