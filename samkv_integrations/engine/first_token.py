@@ -340,6 +340,5 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         kv_bytes=cache.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,
         decode_kv_bytes=cache.kv_bytes,
         probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
-        blend_s=spent["blend"], announce_s=0.0, wait_s=0.0, ttft_s=0.0, completion_tokens=0,
-        decode_tokens_per_s=0.0,
+        blend_s=spent["blend"],
     )  # fmt: skip

@@ -83,11 +83,11 @@ class Report:
     select_s: float
     load_s: float
     blend_s: float
-    announce_s: float
-    wait_s: float
-    ttft_s: float
-    completion_tokens: int
-    decode_tokens_per_s: float
+    announce_s: float = 0.0
+    wait_s: float = 0.0
+    ttft_s: float = 0.0
+    completion_tokens: int = 0
+    decode_tokens_per_s: float = 0.0
 
     @property
     def cached_tokens(self) -> int:
