@@ -50,43 +50,25 @@ QUESTION = "Who laid the railway line to Ostmere?"
 
 PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
 
-_THEATRE = (
+_OTHERS = (
+    "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye bread "
+    "and a plum cake, which is made on Fridays only.",
     "[Theatre]\nThe theatre seats 240. Its curtain, woven in 1902, shows the river with three "
-    "boats; the middle one has a red sail."
+    "boats; the middle one has a red sail.",
+    "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it waits for "
+    "the ice to be broken.",
+    "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung by hand, "
+    "by the oldest pupil.",
+    "[Clock]\nThe clock of the town hall has been five minutes slow since the storm of 1987; "
+    "nobody minds.",
 )
+
 SAMPLES = (
     (QUESTION, ("Ida Brandt",), CHUNKS),
     ("How many books does the library hold?", ("5120",), CHUNKS[1::-1]),
-    (
-        "When was the bakery opened?",
-        ("1931",),
-        (
-            "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye "
-            "bread and a plum cake, which is made on Fridays only.",
-            _THEATRE,
-        ),
-    ),
-    (
-        "What colour is the sail of the middle boat?",
-        ("red",),
-        (
-            "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it "
-            "waits for the ice to be broken.",
-            _THEATRE,
-            "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung "
-            "by hand.",
-        ),
-    ),
-    (
-        "Who rings the bell?",
-        ("oldest pupil",),
-        (
-            "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung "
-            "by hand, by the oldest pupil.",
-            "[Clock]\nThe clock of the town hall has been five minutes slow since the storm of "
-            "1987; nobody minds.",
-        ),
-    ),
+    ("When was the bakery opened?", ("1931",), _OTHERS[:2]),
+    ("What colour is the sail of the middle boat?", ("red",), _OTHERS[1:4]),
+    ("Who rings the bell?", ("oldest pupil",), _OTHERS[3:]),
 )
 """Questions, right answers and chunks, on which the effect of fewer bits is measured."""
 

@@ -80,11 +80,13 @@ class Context:
         self._is_pinned = any(device.type == "cuda" for device in self._devices)
         self._read: list[Tensor] = []  # (Tctx, E) uint8 of each layer, once something is loaded
         self._codes: list[Tensor | None] = [None] * self.n_layers  # the same, on its device
-        shapes = [(self.n_layers, *self.form.range_shape(chunk.n_tokens)) for chunk in chunks]
-        # (L, n, 2, G, D) of each chunk, undefined until something of it is loaded
-        self._ranges = [torch.empty(shape, dtype=torch.float16) for shape in shapes]
-        first_group = torch.tensor([0, *(n_groups for _, n_groups, *_ in shapes)]).cumsum(0)
-        self._key_range: dict[torch.device, Tensor] = {}  # (L, N, 2, G, D) of all, on each device
+        n_groups = [self.form.range_shape(chunk.n_tokens)[0] for chunk in chunks]
+        first_group = torch.tensor([0, *n_groups]).cumsum(0)
+        self._groups = [range(*first_group[at : at + 2].tolist()) for at in range(len(chunks))]
+        _, *of_group = self.form.range_shape(0)
+        ranges = (self.n_layers, int(first_group[-1]), *of_group)  # (L, N, 2, G, D) of all groups
+        self._read_range = torch.empty(ranges, dtype=torch.float16, pin_memory=self._is_pinned)
+        self._key_range: dict[torch.device, Tensor] = {}  # the same, on each device
         group = first_group[:-1][layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
         self._group_of_token = {device: group.to(device) for device in set(self._devices)}
 
@@ -139,7 +141,7 @@ class Context:
             offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
             in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
             with _reading(chunk):
-                self._ranges[index] = chunk.key_range()
+                self._keep_range(index)
                 for layer, of_layer in enumerate(wanted):
                     out = self._read[layer][tokens.start : tokens.stop]
                     needed = in_chunk[of_layer]
@@ -203,7 +205,7 @@ class Context:
             chunk.read_layers(first, into)
             if first == 0:
                 for index in places:
-                    self._ranges[index] = chunk.key_range()
+                    self._keep_range(index)
         for index in places:
             tokens = layout.token_range[index]
             offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
@@ -211,6 +213,11 @@ class Context:
                 out = side[tokens.start : tokens.stop]
                 if out.data_ptr() != entries.data_ptr():
                     torch.index_select(entries, 0, offsets, out=out)
+
+    def _keep_range(self, index: int) -> None:
+        groups, found = self._groups[index], self.chunks[index].key_range()
+        # NumPy, as torch would start threads of its own for the copy
+        self._read_range.numpy()[:, groups.start : groups.stop] = found.numpy()
 
     def _wait_for(self, layer: int) -> None:
         """Wait until a layer has been read. Raises ChunkLost."""
@@ -230,10 +237,8 @@ class Context:
             self._codes[layer] = codes
         if device not in self._key_range:
             self._wait_for(0)
-            none = torch.empty((self.n_layers, *self.form.range_shape(0)), dtype=torch.float16)
-            of_all = torch.cat((none, *self._ranges), dim=1)
-            of_all = of_all.pin_memory() if self._is_pinned else of_all
-            self._key_range[device] = of_all.to(device, non_blocking=self._is_pinned)
+            moved = self._read_range.to(device, non_blocking=self._is_pinned)
+            self._key_range[device] = moved
         return codes, self._key_range[device][layer]
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
