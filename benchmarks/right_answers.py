@@ -28,11 +28,11 @@ from benchmarks.right_table import FULL, summarise, table
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.answer_settings import AnswerSettings
+from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.decode import Decoder, decode, force
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import Request
+from samkv_integrations.engine.request import AnswerSettings, Request
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation import is_right, kl
 from samkv_integrations.formatting import Row, commit
@@ -99,8 +99,8 @@ class Judged:
             head = tuple(resolved.token_ids[: first.runs[0].position])
             ref = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
             if first.may_be_exact:
-                chunks = self.engine.chunks
-                compute = partial(chunks.compute_behind, ref, head, lambda: None)
+                beginnings = Beginnings(self.engine.chunks, self.engine.scheduler)
+                compute = partial(beginnings.compute, ref, head, lambda: None)
                 if (cache := self.engine.scheduler.run(compute)) is not None:
                     self.engine.store.put(cache)
 
@@ -124,9 +124,9 @@ class Judged:
             row["kl_first"] = float(kl(full.logits[None], answer.logits[None])[0])
         if is_timed:
             along = partial(force, follow=full.tokens[:FOLLOWED])
-            theirs = self._asked(candidates[0], along).logits
+            theirs = self._asked(candidates[0], along)[0]
             for row, candidate in zip(rows, candidates, strict=True):
-                row["kl_along"] = float(kl(theirs, self._asked(candidate, along).logits).mean())
+                row["kl_along"] = float(kl(theirs, self._asked(candidate, along)[0]).mean())
         return rows
 
 

@@ -40,8 +40,8 @@ from reference_model.questions import style_of
 from reference_model.scenes import Kind, Question, Scene, SceneStyle, draw_scene
 from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NEEDLE, RECORDS
 from reference_model.world import World
-from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.prefill import PrefixPolicy
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.evaluation import exact_match
 from samkv_integrations.formatting import commit

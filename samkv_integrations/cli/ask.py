@@ -144,7 +144,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
     """Show the chunks, the prompt in colours or marks, and both answers. layer: None for all."""
     from rich.text import Text
 
-    from samkv_integrations.engine.blend import State
+    from samkv_integrations.inspection import State
 
     looks = {
         State.MISSED: ("black on red", "!", "!", "computed for want of a cache"),

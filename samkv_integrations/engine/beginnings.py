@@ -11,11 +11,15 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
-from samkv_integrations.cache.chunk import ChunkRef
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.engine.chunks import Chunks
+from samkv_integrations.engine.prefill import entries_before, prefill
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.resolve import Resolved
 
 MOST_SEEN = 1024
@@ -58,21 +62,40 @@ class Beginnings:
         mine = weakref.ref(self)  # nothing is computed for an engine that was dropped
 
         def make(check: Callable[[], None]) -> None:
-            if (beginnings := mine()) is not None:
-                beginnings._make(chunk, head, since, check)
+            if (beginnings := mine()) is None:
+                return
+            if (cache := beginnings.compute(chunk, head, check)) is not None:
+                beginnings._keep(cache, since)
 
         self._scheduler.run_when_idle(make)
 
-    def _make(
-        self, chunk: ChunkRef, head: tuple[int, ...], since: int, check: Callable[[], None]
-    ) -> None:
-        """Compute in the model's thread, and store in another one: a disk may be slow."""
-        cache = self._chunks.compute_behind(chunk, head, check)
-        if cache is None:
-            return
-        thread = threading.Thread(
-            target=self._chunks.keep_behind, args=(cache, since), name="samkv-store", daemon=True
-        )
+    def compute(
+        self, chunk: ChunkRef, head: tuple[int, ...], check: Callable[[], None]
+    ) -> ChunkCache | None:
+        """Compute the cache of a chunk behind the token ids ``head``, in the model's thread.
+
+        Returns None if it exists already, or if the model has changed meanwhile. check: called
+        before every layer; it may raise to end the pass.
+        """
+        chunks = self._chunks
+        fingerprint, is_same_model = chunks.while_computing()
+        made_by = chunks.store.behind(fingerprint, head)
+        key = chunks.store.key(made_by, chunk.token_ids)
+        if chunks.store.contains(key, made_by):
+            return None
+        with chunks.model.interruptible(check):
+            before = entries_before(chunks.model, head)
+            (cache,) = prefill(chunks.model, [replace(chunk, key=key)], made_by, before)
+        return cache if is_same_model() else None
+
+    def _keep(self, cache: ChunkCache, since: int) -> None:
+        """Store a cache in a thread of its own, because a disk may be slow."""
+
+        def store() -> None:
+            with suppress(StoreError):  # no room, or a failure: the next question tries again
+                self._chunks.keep(since, cache)
+
+        thread = threading.Thread(target=store, name="samkv-store", daemon=True)
         with self._lock:
             self._storing = [each for each in self._storing if each.is_alive()]
             self._storing.append(thread)

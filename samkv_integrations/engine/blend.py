@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -189,93 +189,6 @@ def plan_pass(
     return PassPlan(layers=tuple(layers), blocks=blocks, kept=keep, computed=carried)
 
 
-# -- for `samkv inspect` ----------------------------------------------------------------------
-
-
-class State(IntEnum):
-    """What a layer does with a prompt token.
-
-    uncached: computed, outside chunks. missed: computed, in a chunk without a usable cache.
-    kept: its stored entry is used. recomputed: computed, although it has a stored entry.
-    dropped: its stored entry is not used.
-    """
-
-    UNCACHED = 0
-    MISSED = 1
-    KEPT = 2
-    RECOMPUTED = 3
-    DROPPED = 4
-
-
-class Watch:
-    """Records the pass of one request, for inspection; complete once `first_token` has returned."""
-
-    def __init__(self) -> None:
-        self._attention: dict[int, Tensor] = {}
-        self._seen: tuple[Layout, PassPlan] | None = None
-
-    def see_layer(
-        self,
-        layer: int,
-        layout: Layout,
-        plan: LayerPlan,
-        query: Tensor,
-        keys: Tensor,
-        scaling: float,
-        mask: Tensor | None,
-        model: Model,
-    ) -> None:
-        """Record a layer.
-
-        query: (H, D) of the last token. keys: (S, G, D). mask: of the layer, see `LayerPlan`.
-        """
-        n_kv_heads, head_dim = keys.shape[1:]
-        grouped = query.float().view(n_kv_heads, -1, head_dim) * scaling
-        logits = torch.einsum("grd,sgd->grs", grouped, keys.float()).flatten(0, 1)
-        if model.score_cap is not None:
-            logits = torch.tanh(logits / model.score_cap) * model.score_cap
-        if mask is not None:
-            hidden = ~mask[-1] if mask.dtype == torch.bool else mask[-1] < 0
-            logits = logits.masked_fill(hidden, -torch.inf)
-        sides = (
-            torch.arange(plan.n_held),
-            layout.context_positions[plan.cached.cpu()],
-            plan.positions.cpu(),
-        )
-        spread = torch.zeros(layout.n_tokens, dtype=torch.float32)
-        n_seen = logits.shape[-1]
-        if (sinks := model.sinks(layer)) is not None:
-            logits = torch.cat((logits, sinks.float()[:, None]), -1)
-        shares = logits.softmax(-1)[:, :n_seen].mean(0)
-        spread[torch.cat(sides)[plan.source.cpu()]] = shares.cpu()
-        self._attention[layer] = spread
-
-    def see_plan(self, layout: Layout, plan: PassPlan) -> None:
-        """Record the layout, and the plan that the layers followed in the end."""
-        self._seen = layout, plan
-
-    @property
-    def attention(self) -> Tensor:
-        """(L, T) share of the last token's attention to each token, mean over heads."""
-        return torch.stack([self._attention[at] for at in sorted(self._attention)])
-
-    @property
-    def states(self) -> Tensor:
-        """(L, T) uint8, a `State` each; `State.UNCACHED` for all that has no stored entry."""
-        assert self._seen is not None, "no first token has been computed"
-        layout, plan = self._seen
-        at = layout.context_positions
-        states = torch.full((len(plan.layers), layout.n_tokens), State.UNCACHED, dtype=torch.uint8)
-        for row, layer in zip(states, plan.layers, strict=True):
-            context = layer.context.cpu()
-            of_context = torch.full((layout.n_context,), State.DROPPED, dtype=torch.uint8)
-            of_context[context] = State.KEPT
-            of_context[context[layer.changed.cpu()]] = State.RECOMPUTED
-            row[at] = of_context
-            row[at[layout.uncached[at]]] = State.RECOMPUTED  # a last token of the prompt
-        return states
-
-
 # -- the pass ---------------------------------------------------------------------------------
 
 Observe = Callable[[ProbedLayer], None]
@@ -283,6 +196,9 @@ Observe = Callable[[ProbedLayer], None]
 
 Decide = Callable[[Checked], PassPlan]
 """Decides at the check layer what all later layers do."""
+
+Watch = Callable[[int, LayerPlan, Tensor, Tensor, float, Tensor | None], None]
+"""Sees each layer: its number and plan, queries (1, H, R, D), keys (S, G, D), scaling and mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,8 +211,8 @@ class Blend:
     held: entries of the prompt's first tokens, from the prefix cache. leaves: takes those that
     later prompts may reuse.
     cache: takes the entries that a layer leaves. observe: looks at each layer instead.
-    check: a layer, and the function that decides there what all later layers do. watch: records
-    each layer.
+    check: a layer, and the function that decides there what all later layers do. watch: sees each
+    layer.
     """
 
     model: Model
@@ -319,19 +235,7 @@ class Blend:
     def through_layers(self, plan: PassPlan) -> Tensor:
         """(1, R, hidden size): output of the last layer for the tokens that it computes."""
         layers = list(plan.layers)
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            if self.check is not None and layer == self.check[0]:
-                carried, rows = layers[layer].carried, layers[layer].carried_rows
-                checked = Checked(
-                    tokens=carried, queries=query[0][:, -len(self.layout.question) :],
-                    keys=key[0].transpose(0, 1)[rows], values=value[0].transpose(0, 1)[rows],
-                    cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
-                    scaling=scaling,
-                )  # fmt: skip
-                layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
-            return self._layer(layer, layers[layer], query, key, value, scaling)
-
+        attend = partial(self._attend, layers)
         positions = layers[0].positions
         hidden = self.model.embed(self.layout.token_ids.to(positions.device)[positions])[None]
         for layer in range(self.model.n_layers):
@@ -343,9 +247,24 @@ class Blend:
             hidden = self.model.layer(layer, hidden, cos, sin, attend)
         return hidden
 
-    def _layer(
-        self, layer: int, plan: LayerPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
+    def _attend(
+        self, layers: list[LayerPlan], layer: int, query: Tensor, key: Tensor, value: Tensor,
+        scaling: float,
+    ) -> Tensor:  # fmt: skip
+        """The attention of a layer: (1, H, R, D) each but key and value (1, G, R, D).
+
+        layers: the plans of all layers. At the check layer those of the later ones are replaced.
+        """
+        plan = layers[layer]
+        if self.check is not None and layer == self.check[0]:
+            carried, rows = plan.carried, plan.carried_rows
+            checked = Checked(
+                tokens=carried, queries=query[0][:, -len(self.layout.question) :],
+                keys=key[0].transpose(0, 1)[rows], values=value[0].transpose(0, 1)[rows],
+                cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
+                scaling=scaling,
+            )  # fmt: skip
+            layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
         stored = self.context.keys_and_values(layer, plan.cached)
         computed = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         held = () if self.held is None else self.held.of_layer(layer, plan.n_held)
@@ -359,10 +278,7 @@ class Blend:
             cos, sin = (side[at] for side in self.rotation.of(layer))
             self.observe(ProbedLayer(queries=query[0], cos=cos, sin=sin))
         if self.watch is not None:
-            seen = keys[: plan.n_entries]
-            self.watch.see_layer(
-                layer, self.layout, plan, query[0, :, -1], seen, scaling, mask, self.model
-            )
+            self.watch(layer, plan, query, keys[: plan.n_entries], scaling, mask)
         as_rows = (as_heads(keys[: plan.n_entries]), as_heads(values[: plan.n_entries]))
         if self.weigh is not None:
             output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)

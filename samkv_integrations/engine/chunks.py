@@ -74,11 +74,6 @@ class RecentChunks:
         with self._lock:
             return self._seconds.pop(key, None)
 
-    def clear(self) -> None:
-        """Remove all."""
-        with self._lock:
-            self._seconds.clear()
-
 
 class Chunks:
     """The chunks of one model in one store. Thread-safe.
@@ -112,7 +107,7 @@ class Chunks:
             bits=store_bits, n_kv_heads=model.n_kv_heads, head_dim=model.head_dim, dtype=model.dtype
         )  # raises
         self.model, self.prefix = model, prefix
-        self._store, self._store_bits, self._scheme = store, store_bits, scheme
+        self.store, self._store_bits, self._scheme = store, store_bits, scheme
         self._run, self._on_change = run, on_change
         self.has_own_scheme = scheme is not None
         self.outage = Outage()
@@ -147,7 +142,7 @@ class Chunks:
                 self._agreed = guess
                 return guess
             with self.outage.survived():  # the caches that the store holds for this model
-                for found in self._store.fingerprints():
+                for found in self.store.fingerprints():
                     if replace(guess, block_size=found.block_size).digest == found.digest:
                         self._agreed = replace(guess, block_size=found.block_size)
             return self._agreed or guess
@@ -166,8 +161,8 @@ class Chunks:
             self._on_change()
         return self.fingerprint
 
-    def _while_computing(self) -> tuple[Fingerprint, Callable[[], bool]]:
-        """The fingerprint, and a function that tells after a pass whether the model is the same."""
+    def while_computing(self) -> tuple[Fingerprint, Callable[[], bool]]:
+        """The fingerprint, and a function that tells whether the model is still the same."""
         with self._lock:
             generation = self._generation
             return self.fingerprint, lambda: self.model.identity.look() == generation
@@ -197,7 +192,7 @@ class Chunks:
     def _named(self, bodies: Sequence[str], ids: Sequence[tuple[int, ...]]) -> list[ChunkRef]:
         fingerprint = self.fingerprint
         return [
-            ChunkRef(key=self._store.key(fingerprint, of_one), text=body, token_ids=of_one)
+            ChunkRef(key=self.store.key(fingerprint, of_one), text=body, token_ids=of_one)
             for body, of_one in zip(bodies, ids, strict=True)
         ]
 
@@ -207,6 +202,7 @@ class Chunks:
 
     @property
     def _room(self) -> int:
+        """Tokens of the longest chunk."""
         return self.model.context_window - len(self.prefix)
 
     def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
@@ -238,7 +234,7 @@ class Chunks:
             if self._agreed is None:
                 # several processes may fill an empty store: the first one decides
                 size = BlockScheme.auto(lengths[len(lengths) // 2]).size
-                size = self._store.agree_block_size(guess, size)
+                size = self.store.agree_block_size(guess, size)
                 self._agreed = replace(guess, block_size=size)
         # always, as another thread or process may have settled it since the keys were made
         return self._named([ref.text for ref in chunks], [ref.token_ids for ref in chunks])
@@ -246,7 +242,7 @@ class Chunks:
     def look_up(self, chunks: Sequence[ChunkRef], depth: Depth = "whole") -> list[ChunkRef]:
         """Each chunk as ``cached`` or ``missed``. Nothing is computed."""
         if depth == "opens":
-            self._store.begin_to_fetch([ref.key for ref in chunks], self.fingerprint)
+            self.store.begin_to_fetch([ref.key for ref in chunks], self.fingerprint)
         return [
             replace(ref, state="cached" if self._is_there(ref, depth) else "missed")
             for ref in chunks
@@ -254,16 +250,16 @@ class Chunks:
 
     def _is_there(self, ref: ChunkRef, depth: Depth) -> bool:
         if depth == "exists":
-            return self._store.contains(ref.key, self.fingerprint)
-        if depth == "whole" and self._store.is_elsewhere(ref.key, self.fingerprint):
+            return self.store.contains(ref.key, self.fingerprint)
+        if depth == "whole" and self.store.is_elsewhere(ref.key, self.fingerprint):
             return True  # in the remote tier: verified when it is opened
         try:
-            with self._store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
+            with self.store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
                 if depth == "whole":
                     chunk.verify()
         except CacheMiss as miss:
             if miss.is_damage:
-                self._store.quarantine(ref.key, self.fingerprint)
+                self.store.quarantine(ref.key, self.fingerprint)
             return False
         return True
 
@@ -303,11 +299,11 @@ class Chunks:
         missed = {
             ref.key: ref
             for ref in chunks
-            if ref.state == "missed" or not self._store.contains(ref.key, self.fingerprint)
+            if ref.state == "missed" or not self.store.contains(ref.key, self.fingerprint)
         }
         for key in {ref.key for ref in chunks} - missed.keys():
-            self._store.touch(key, self.fingerprint)
-        fingerprint, is_same_model = self._while_computing()
+            self.store.touch(key, self.fingerprint)
+        fingerprint, is_same_model = self.while_computing()
         with (
             tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
             ThreadPoolExecutor(_WRITERS) as writers,
@@ -326,7 +322,7 @@ class Chunks:
                     for _ in written:  # of the batch before, while this one was computed
                         bar.update()
                         on_written()
-                    written = writers.map(partial(self._keep, since), caches)
+                    written = writers.map(partial(self.keep, since), caches)
                 for _ in written:
                     bar.update()
                     on_written()
@@ -353,7 +349,7 @@ class Chunks:
                 if tuple(self.model.tokenize(text, special=False)) == ids}  # fmt: skip
         with self.outage.survived():
             chunks = self.agree(self._named(list(true.values()), list(true)))
-        fingerprint, is_same_model = self._while_computing()
+        fingerprint, is_same_model = self.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         before = entries_before(self.model, self.prefix) if chunks else ()
         pending = batches(chunks)
@@ -369,35 +365,9 @@ class Chunks:
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
                 if is_kept:
                     with self.outage.survived():
-                        self._keep(since, cache)
+                        self.keep(since, cache)
         self._stable_layers = None
         return made
-
-    def compute_behind(
-        self, chunk: ChunkRef, head: tuple[int, ...], check: Callable[[], None]
-    ) -> ChunkCache | None:
-        """Compute the cache of a chunk behind the token ids ``head``, see `Beginnings`.
-
-        Returns None if it exists already, or if the model has changed meanwhile. check: called
-        before every layer; it may raise to end the pass. To be called in the model's thread.
-        """
-        fingerprint, is_same_model = self._while_computing()
-        made_by = self._store.behind(fingerprint, head)
-        key = self._store.key(made_by, chunk.token_ids)
-        if self._store.contains(key, made_by):
-            return None
-        with self.model.interruptible(check):
-            before = entries_before(self.model, head)
-            (cache,) = prefill(self.model, [replace(chunk, key=key)], made_by, before)
-        return cache if is_same_model() else None
-
-    def keep_behind(self, cache: ChunkCache, since: int) -> None:
-        """Store what `compute_behind` returned, if there is room and nothing was deleted ``since``.
-
-        Failures are ignored: the next question tries again.
-        """
-        with suppress(StoreError):
-            self._keep(since, cache)
 
     def deletions(self) -> int:
         """How often something was deleted from the store so far, by any process.
@@ -407,16 +377,16 @@ class Chunks:
         is -1, and nothing is stored.
         """
         with suppress(StoreError):
-            return self._store.index.deletions(self._store.namespace)
+            return self.store.index.deletions(self.store.namespace)
         return -1
 
-    def _keep(self, since: int | None, cache: ChunkCache) -> None:
+    def keep(self, since: int | None, cache: ChunkCache) -> None:
         """Store a cache, unless something was deleted since, see `deletions`."""
         if since is None:
-            self._store.put(cache)
+            self.store.put(cache)
             return
         with suppress(CacheMiss):
-            self._store.put(cache, unless_deleted_since=since)
+            self.store.put(cache, unless_deleted_since=since)
 
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used, and which it missed."""
@@ -427,7 +397,7 @@ class Chunks:
                 beginning = chunk.stored
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
-        self._store.record(
+        self.store.record(
             self.follow_model(), used=list(used), missed=resolved.missed, beginning=beginning
         )
         if not used and not self._has_looked:
@@ -438,16 +408,16 @@ class Chunks:
         """Warn once if there are caches in the store, but none for this engine."""
         with self.outage.survived():
             try:
-                self._store.require(self.fingerprint)
+                self.store.require(self.fingerprint)
             except FingerprintMismatch as error:
                 _log.warning("no cache is used: %s. This is said once", error)
                 self._has_looked = True
                 return
-            if (where := self._store.elsewhere()) is not None:
+            if (where := self.store.elsewhere()) is not None:
                 _log.warning(
                     "no cache is used: there is none in namespace %r, but there are some in %s. "
                     "This is said once",
-                    self._store.namespace, where,
+                    self.store.namespace, where,
                 )  # fmt: skip
                 self._has_looked = True
 
@@ -459,12 +429,12 @@ class Chunks:
         """
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
-        self._prepared.clear()
-        return self._store.forget(bodies.__contains__, [ref.token_ids for ref in found])
+        self._prepared = RecentChunks()
+        return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:
         """Bytes that the files of these chunks take, whether or not they exist; each key once."""
-        made_by, namespace = self.fingerprint, self._store.namespace
+        made_by, namespace = self.fingerprint, self.store.namespace
         named = {ref.key: ref for ref in chunks}
         return sum(
             FileLayout(
@@ -489,10 +459,10 @@ class Chunks:
         if self._stable_layers is None:
             keys: list[str] = []
             with self.outage.survived():
-                keys = self._store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
+                keys = self.store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
             votes = []  # (L,) bool each
             for key in keys if len(keys) >= MIN_CHUNKS else ():
-                with suppress(CacheMiss), self._store.open(key, self.fingerprint) as chunk:
+                with suppress(CacheMiss), self.store.open(key, self.fingerprint) as chunk:
                     votes.append(chunk.statistics().stable)
             self._stable_layers = stable_layers(
                 model.n_layers, torch.stack(votes) if votes else None

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -40,12 +40,6 @@ class CostModel:
     pair_s: float
     entry_s: float
     read_s: float
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, float | int) or not 0 <= value < 1e6:
-                raise ValueError(f"{field.name}={value!r}; it must be seconds, 0 or more")
 
     @classmethod
     def assumed(cls, model: Model) -> CostModel:
@@ -118,9 +112,12 @@ def kept_costs(model: Model, store: Store) -> CostModel:
     """The costs kept beside the caches for this machine, else the assumed ones."""
     text = store.note(name_of(model))
     try:
-        return CostModel(**json.loads(text or ""))
+        kept = CostModel(**json.loads(text or ""))
+        if all(0 <= seconds < 1e6 for seconds in asdict(kept).values()):
+            return kept
     except (ValueError, TypeError):  # none, or damaged
-        return CostModel.assumed(model)
+        pass
+    return CostModel.assumed(model)
 
 
 def keep_costs(model: Model, store: Store, costs: CostModel) -> None:

@@ -109,12 +109,11 @@ class TextStream:
 class Greedy:
     """One greedy answer.
 
-    tokens: (n,) ids, with the end token if it came. shown: without the end token; text: of these.
-    logits: (n, vocabulary) float32 on the CPU, before each token.
+    tokens: (n,) ids, with the end token if it came. text: without it. logits: (n, vocabulary)
+    float32 on the CPU, before each token.
     """
 
     tokens: tuple[int, ...]
-    shown: tuple[int, ...]
     text: str
     logits: Tensor
 
@@ -135,33 +134,18 @@ def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> Greedy
         logits.append(found.float().cpu())
         tokens.append(sampler.next(found))
     shown = tokens[:-1] if tokens[-1] in end_ids else tokens
-    return Greedy(
-        tokens=tuple(tokens),
-        shown=tuple(shown),
-        text=model.detokenize(shown).strip(),
-        logits=torch.stack(logits),
-    )
+    text = model.detokenize(shown).strip()
+    return Greedy(tokens=tuple(tokens), text=text, logits=torch.stack(logits))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForcedTokens:
-    """The logits of a prompt and of n given tokens after it.
-
-    logits: (1 + n, vocabulary) float32 on the CPU, of the first token and after each given one.
-    report: of the first token.
-    """
-
-    logits: Tensor
-    report: Report
-
-
-def force(request: Request, follow: Sequence[int]) -> ForcedTokens:
+def force(request: Request, follow: Sequence[int]) -> tuple[Tensor, Report]:
     """Answer a request with the tokens ``follow``, whatever the model would choose.
 
-    To be called in the model's thread; the request needs room for them. Errors are those of
-    `first_token`.
+    Returns logits (1 + n, vocabulary) float32 on the CPU, of the first token and after each of the
+    n given ones, and the first token's report. To be called in the model's thread; the request
+    needs room for the tokens. Errors are those of `first_token`.
     """
     begun = first_token(request)
     decoder = Decoder(request.model, begun.cache, begun.layout.n_tokens)
     logits = torch.stack([begun.logits, *map(decoder.step, follow)]).float().cpu()
-    return ForcedTokens(logits=logits, report=begun.report)
+    return logits, begun.report

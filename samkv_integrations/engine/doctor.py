@@ -36,8 +36,8 @@ from samkv_integrations.prompt.rag_template import rag_prompt
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference that rounding may cause, as a share of the largest number compared."""
 
-NEW_TOKENS = 12
-"""Length of the answer for the check of greedy decoding."""
+DECODED_TOKENS = 12
+"""Tokens after the first one whose logits are compared."""
 
 CHUNKS = (
     "[Harbour]\nThe harbour of Ostmere was built in 1874. Its lighthouse is painted green.",
@@ -47,43 +47,27 @@ CHUNKS = (
 
 QUESTION = "Who laid the railway line to Ostmere?"
 
-_THEATRE = (
+PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
+
+_OTHERS = (
+    "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye bread "
+    "and a plum cake, which is made on Fridays only.",
     "[Theatre]\nThe theatre seats 240. Its curtain, woven in 1902, shows the river with three "
-    "boats; the middle one has a red sail."
+    "boats; the middle one has a red sail.",
+    "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it waits for "
+    "the ice to be broken.",
+    "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung by hand, "
+    "by the oldest pupil.",
+    "[Clock]\nThe clock of the town hall has been five minutes slow since the storm of 1987; "
+    "nobody minds.",
 )
+
 SAMPLES = (
     (QUESTION, ("Ida Brandt",), CHUNKS),
     ("How many books does the library hold?", ("5120",), CHUNKS[1::-1]),
-    (
-        "When was the bakery opened?",
-        ("1931",),
-        (
-            "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye "
-            "bread and a plum cake, which is made on Fridays only.",
-            _THEATRE,
-        ),
-    ),
-    (
-        "What colour is the sail of the middle boat?",
-        ("red",),
-        (
-            "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it "
-            "waits for the ice to be broken.",
-            _THEATRE,
-            "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung "
-            "by hand.",
-        ),
-    ),
-    (
-        "Who rings the bell?",
-        ("oldest pupil",),
-        (
-            "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung "
-            "by hand, by the oldest pupil.",
-            "[Clock]\nThe clock of the town hall has been five minutes slow since the storm of "
-            "1987; nobody minds.",
-        ),
-    ),
+    ("When was the bakery opened?", ("1931",), _OTHERS[:2]),
+    ("What colour is the sail of the middle boat?", ("red",), _OTHERS[1:4]),
+    ("Who rings the bell?", ("oldest pupil",), _OTHERS[3:]),
 )
 """Questions, right answers and chunks, on which the effect of fewer bits is measured."""
 
@@ -129,34 +113,33 @@ def examine(
     engine = Engine(model, method="recompute", prefix="bos", store_bits=16)
     engine.cache_chunks(CHUNKS)
     with torch.inference_mode():
-        for check in (_full_prefill, _prefix_reuse, _rotation, _greedy, _tokens):
+        for check in (_full_prefill, _prefix_reuse, _rotation, _tokens):
             yield check(engine)
-    advised = yield from bits_advice(model)
-    measured = Engine(model, store, store_bits=advised)
+    advice, bits = bits_advice(model)
+    yield advice
+    measured = Engine(model, store, store_bits=bits)
     yield speed_advice(measured)
-    return advised, measured.costs
+    return bits, measured.costs
 
 
 # -- exactness --------------------------------------------------------------------------------
 
 
 def _full_prefill(engine: Engine) -> Check:
-    prompt = _prompt()
-    ours, ids = _first_logits(engine, prompt, CHUNKS, "recompute")
-    reused, _ = _first_logits(engine, prompt, CHUNKS, "reuse")
-    plain = _plain_logits(engine.model, ids)[-1]
+    """Logits of a prompt's first token, and of tokens that are decoded after it."""
+    follow = engine.model.tokenize(CHUNKS[1], special=False)[:DECODED_TOKENS]
+    ours, plain = _logits(engine, PROMPT, CHUNKS, "recompute", follow)
+    reused, _ = _logits(engine, PROMPT, CHUNKS, "reuse", follow)
     contrast = f"; reusing every chunk as it is changes them by {_largest(reused - plain):.1e}"
-    return _compare("full prefill", engine.model, "logits", ours, plain, contrast)
+    return _compare("full prefill and decoding", engine.model, "logits", ours, plain, contrast)
 
 
 def _prefix_reuse(engine: Engine) -> Check:
     """A chunk right behind the prefix is exact: its cache gives the same logits as its text."""
     bos = engine.model.tokenizer.bos_token or ""  # not every tokenizer adds it to a text
     prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
-    ours, ids = _first_logits(engine, prompt, CHUNKS[:1], "reuse")
-    return _compare(
-        "prefix reuse", engine.model, "logits", ours, _plain_logits(engine.model, ids)[-1]
-    )
+    ours, plain = _logits(engine, prompt, CHUNKS[:1], "reuse")
+    return _compare("prefix reuse", engine.model, "logits", ours, plain)
 
 
 def _rotation(engine: Engine) -> Check:
@@ -192,41 +175,14 @@ def _rotation(engine: Engine) -> Check:
     return _compare("key rotation", model, "keys", ours / pairs, theirs / pairs, how_far)
 
 
-def _greedy(engine: Engine) -> Check:
-    model, name = engine.model, "greedy decoding"
-    with engine.resolve(_prompt(), CHUNKS) as resolved:
-        ids = resolved.token_ids
-    prompt = torch.tensor([ids], device=model.device)
-    output = model.hf.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False
-    )
-    expected = [token for token in output[0, len(ids) :].tolist() if token not in model.eos_ids]
-    answer = engine.generate(_prompt(), CHUNKS, max_new_tokens=NEW_TOKENS).text
-    if answer == model.detokenize(expected):
-        return Check(name=name, ok=True, detail=f"the same {len(expected)} tokens as generate()")
-    n_same = max(
-        n for n in range(len(expected) + 1) if answer.startswith(model.detokenize(expected[:n]))
-    )
-    logits = _plain_logits(model, torch.tensor(ids + expected[:n_same]))[-1]
-    best, second = logits.topk(2).values.tolist()
-    limit = TOLERANCE[model.dtype_name] * _largest(logits)
-    where = f"differs from generate() after {n_same} tokens, where the best two candidates are"
-    return Check(
-        name=name,
-        ok=best - second <= limit,
-        is_warning=best - second <= limit,
-        detail=f"{where} {best - second:.1e} apart (a tie up to {limit:.1e})",
-    )
-
-
 def _tokens(engine: Engine) -> Check:
     """Compares the token ids of prompts with those of transformers."""
-    model, prompt, kinds = engine.model, _prompt(), "plain prompt"
-    with engine.resolve(prompt, CHUNKS) as resolved:
-        same = resolved.token_ids == model.tokenizer(prompt).input_ids
+    model, kinds = engine.model, "plain prompt"
+    with engine.resolve(PROMPT, CHUNKS) as resolved:
+        same = resolved.token_ids == model.tokenizer(PROMPT).input_ids
         n_context, n_tokens = resolved.n_context, len(resolved.token_ids)
     if model.has_chat_template:
-        messages, kinds = [{"role": "user", "content": prompt}], "plain prompt and chat"
+        messages, kinds = [{"role": "user", "content": PROMPT}], "plain prompt and chat"
         theirs = model.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
@@ -240,26 +196,19 @@ def _tokens(engine: Engine) -> Check:
     return Check(name="tokens", ok=same, detail=detail)
 
 
-def _prompt() -> str:
-    prompt = rag_prompt(QUESTION, CHUNKS)
-    assert isinstance(prompt, str)
-    return prompt
-
-
-def _first_logits(
-    engine: Engine, prompt: str, chunks: Sequence[str], method: str
+def _logits(
+    engine: Engine, prompt: str, chunks: Sequence[str], method: str, follow: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Logits (vocabulary,) of the first token by ``method``, and the prompt's ids (T,)."""
+    """(1 + n, vocabulary) logits of the first token and after each of n tokens to follow.
+
+    By ``method``, and by the forward pass of transformers.
+    """
+    model = engine.model
     with engine.resolve(prompt, chunks) as resolved:
-        ids = resolved.token_ids
-    logits = engine.logits(prompt, chunks, method=method, eviction="none")[0]
-    return logits, torch.tensor(ids)
-
-
-def _plain_logits(model: Model, ids: Tensor) -> Tensor:
-    """(T, vocabulary) by the forward pass of transformers."""
-    logits: Tensor = model.hf(ids[None].to(model.device), use_cache=False).logits[0]
-    return logits
+        ids = torch.tensor([[*resolved.token_ids, *follow]], device=model.device)
+    ours = engine.logits(prompt, chunks, follow=follow, method=method, eviction="none")
+    plain = model.hf(ids, use_cache=False).logits[0, -1 - len(follow) :]
+    return ours, plain.float().cpu()
 
 
 def _largest(tensor: Tensor) -> float:
@@ -281,38 +230,25 @@ def _compare(
 # -- advice -----------------------------------------------------------------------------------
 
 
-def bits_advice(model: Model) -> Generator[Check, None, int]:
-    """Yields the effect of each number of bits below 16, then the advice; returns the bits."""
-    most = max(STORE_BITS)
-    advised, exact = most, _sample_logits(model, most)
-    for bits in sorted(STORE_BITS, reverse=True)[1:]:
-        name = f"store_bits={bits}"
+def bits_advice(model: Model) -> tuple[Check, int]:
+    """The fewest bits in a chunk cache that change first tokens negligibly, and what each does."""
+    most, *fewer = sorted(STORE_BITS, reverse=True)
+    advised, exact, told = most, _sample_logits(model, most), []
+    for bits in fewer:
         try:
             found = _sample_logits(model, bits)
         except (InvalidChunk, InvalidOption) as error:
-            yield Check(name=name, ok=True, is_warning=True, detail=str(error))
+            told.append(f"{bits} bits: {error}")
             continue
-        pairs = list(zip(exact, found, strict=True))
-        changes = [_kl(full, other) for full, other in pairs]
-        n_same = sum(int(full.argmax()) == int(other.argmax()) for full, other in pairs)
-        mean = fmean(changes)
-        is_negligible = mean <= NEGLIGIBLE_KL  # false for a NaN too
-        advised = bits if is_negligible else advised
-        detail = (
-            f"first tokens differ from those of {most} bits by a KL divergence of {mean:.1e} on "
-            f"average (negligible up to {NEGLIGIBLE_KL}), {max(changes):.1e} at most; the "
-            f"likeliest one is the same in {n_same} of {len(pairs)} prompts"
-        )
-        yield Check(name=name, ok=True, is_warning=not is_negligible, detail=detail)
+        change = fmean(_kl(full, other) for full, other in zip(exact, found, strict=True))
+        told.append(f"{bits} bits change first tokens by a KL divergence of {change:.1e}")
+        if change <= NEGLIGIBLE_KL:  # false for a NaN too
+            advised = bits
     is_default = advised == DEFAULT_STORE_BITS
-    detail = (
-        f"take {advised}, the default: what it changes is negligible"
-        if is_default
-        else f"take store_bits={advised} (--store-bits {advised}): with the default, "
-        f"{DEFAULT_STORE_BITS}, answers may change"
-    )
-    yield Check(name="store_bits", ok=True, is_warning=not is_default, detail=detail)
-    return advised
+    option = f"store_bits={advised} (--store-bits {advised})"
+    advice = f"take {advised}, the default" if is_default else f"take {option}"
+    detail = f"{advice}: {'; '.join(told)} (negligible up to {NEGLIGIBLE_KL})"
+    return Check(name="store_bits", ok=True, is_warning=not is_default, detail=detail), advised
 
 
 def _sample_logits(model: Model, bits: int) -> list[Tensor]:
@@ -346,22 +282,14 @@ def speed_advice(engine: Engine) -> Check:
         True,
         key=lambda n: not is_whole(METHODS["auto"], costs, _layout(n), _layout(n)),
     )
-    shown = _layout(min(2048, longest) if smallest > longest else smallest)
-    n_context, n_tokens = shown.n_context, shown.n_tokens
-    full = costs.full_prefill_s(n_tokens) * model.n_layers
-    partial = costs.blended_s(METHODS["auto"], shown) * model.n_layers
     if smallest > longest:
         verdict = f"full prefill is faster up to contexts of {longest} tokens, which auto then does"
     else:
         verdict = f"auto does full prefill, which is faster, below contexts of {smallest} tokens"
-    folder = f"in {engine.store.path}" if isinstance(engine.store, ChunkStore) else ""
-    return Check(
-        name="speed",
-        ok=True,
-        detail=f"{verdict}; with {n_context} tokens full prefill is estimated at {full:.2g} s, "
-        f"{METHODS['auto'].else_way} at {partial:.2g} s; "
-        + (f"kept {folder}" if folder else "measured, but not kept: give --dir for that"),
-    )
+    kept = "not kept: give --dir for that"
+    if isinstance(engine.store, ChunkStore):
+        kept = f"kept in {engine.store.path}"
+    return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")
 
 
 def _layout(n_context: int) -> Layout:

@@ -13,15 +13,14 @@ import torch
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.store import Store
-from samkv_integrations.engine.answer_settings import AnswerOptions, AnswerSettings
 from samkv_integrations.engine.beginnings import Beginnings
-from samkv_integrations.engine.chunk_prefix import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.chunks import Chunks, RecentChunks
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
+from samkv_integrations.engine.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.prefix_cache import PrefixCache
-from samkv_integrations.engine.request import Request
+from samkv_integrations.engine.request import AnswerOptions, AnswerSettings, Request
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
@@ -130,11 +129,6 @@ class Engine:
         before = self.chunks.fingerprint
         self.model.identity.refresh()
         return self.fingerprint != before
-
-    @property
-    def stable_layers(self) -> tuple[int, ...]:
-        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks."""
-        return self.chunks.stable_layers
 
     def key_of(self, text: str) -> str:
         """The key of the chunk cache of ``text``, whether or not it exists."""
@@ -382,7 +376,7 @@ class Engine:
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 
         def compute() -> torch.Tensor:
-            return force(self.request(resolved, settings, max(1, len(follow))), follow).logits
+            return force(self.request(resolved, settings, max(1, len(follow))), follow)[0]
 
         with self.resolve(prompt, chunks) as resolved:
             return self.scheduler.run(compute)
@@ -425,7 +419,7 @@ class Engine:
             chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
             settings=settings, end_ids=end_ids,
             form=None if schema is None else JsonConstraint(self.model, schema, end_ids),
-            stable_layers=self.stable_layers if "statistics" in method.needs else (),
+            stable_layers=self.chunks.stable_layers if "statistics" in method.needs else (),
             # full prefill leaves out the rule that is the method's own
             eviction=method.eviction if given is None else rule, whole_eviction=rule,
             costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.costs import is_whole
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.engine.prefix_cache import Prefix
-from samkv_integrations.engine.report import Stopwatch, report_of
+from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
 from samkv_integrations.errors import InvalidOption, PromptTooLong
@@ -37,18 +38,17 @@ def first_token(request: Request) -> FirstToken:
         InvalidOption: the method cannot be used with the model.
         ChunkNotCached: a cache failed, and ``on_miss`` is ``error``.
     """
-    clock, resolved = Stopwatch(), request.resolved
+    resolved = request.resolved
     while True:
         choice = choose(request)
         if choice.missed:
-            with clock("compute_chunks"):
+            with request.stage("compute_chunks"):
                 made = request.chunks.compute_for(choice.missed, resolved.since)
                 resolved.add_computed(made)
                 choice = choose(request, may_compute=False)
         try:
-            return _compute(request, choice, clock)
+            return _compute(request, choice)
         except ChunkLost as lost:
-            clock.bytes_lost += lost.chunk.bytes_read
             resolved.lose(lost.chunk, lost.miss)
 
 
@@ -61,9 +61,8 @@ class Choice:
     eviction: which KV entries are kept after the first token.
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
-    held: entries of the first n_held tokens, from the prefix cache, which has n_found of them.
-    fingerprint: of what is computed now. n_left: first tokens whose entries will be full prefill's,
-    and go to the prefix cache.
+    held: entries of the first tokens, from the prefix cache. leaves: takes the entries that go
+    there: those of the first tokens that will be full prefill's. fingerprint: of what is computed.
     """
 
     missed: Mapping[tuple[int, ...], str]
@@ -73,10 +72,13 @@ class Choice:
     layout: Layout
     opened: Sequence[StoredChunk]
     held: Prefix | None
-    n_held: int
-    n_found: int
+    leaves: Prefix | None
     fingerprint: Fingerprint
-    n_left: int
+
+    @property
+    def n_held(self) -> int:
+        """Tokens that are taken from the prefix cache."""
+        return 0 if self.held is None else self.held.n_tokens
 
 
 def choose(request: Request, *, may_compute: bool = True) -> Choice:
@@ -168,10 +170,15 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         )
         if n_held > first_chunk:
             layout, opened = Layout.of(resolved.token_ids, (), ()), []
+    leaves = None
+    if request.prefixes is not None:
+        leaves = request.prefixes.begin(
+            fingerprint.computed_by, layout.token_ids[:n_left], n_found, model.token_kv_bytes
+        )
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
-        held=found.first(n_held) if found is not None and n_held else None, n_held=n_held,
-        n_found=n_found, fingerprint=fingerprint, n_left=n_left,
+        held=found.first(n_held) if found is not None and n_held else None, leaves=leaves,
+        fingerprint=fingerprint,
     )  # fmt: skip
 
 
@@ -189,11 +196,9 @@ def _before_queries(n_tokens: int, layout: Layout, rule: Eviction | None) -> int
     return min(n_tokens, int(uncached[-rule.n_queries]))
 
 
-def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
+def _compute(request: Request, choice: Choice) -> FirstToken:
     """Load, select and blend as chosen. Raises ChunkLost if a cache cannot be read."""
-    model, layout, method, prefixes = (
-        request.model, choice.layout, choice.method, request.prefixes,
-    )  # fmt: skip
+    model, layout, method = request.model, choice.layout, choice.method
     n_layers, rule = model.n_layers, choice.eviction
     check = method.recompute.check_layer
 
@@ -215,7 +220,7 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=method.attend,
             held=choice.held,
         )  # fmt: skip
-        with clock("load"):
+        with request.stage("load"):
             inputs = context.inputs(method.needs, request.stable_layers)
 
         scores = None
@@ -229,16 +234,16 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             def observe(probed: ProbedLayer) -> None:
                 of_layers.append(method.select.score(probed, layout).to(model.layer_devices[0]))
 
-            with clock("load"):
+            with request.stage("load"):
                 context.load(probe.blocks)
-            with clock("probe"):
+            with request.stage("probe"):
                 replace(blend, observe=observe).through_layers(probe)
                 scores = torch.stack(of_layers)
-        with clock("select"):
+        with request.stage("select"):
             selection = method.select.choose(scores, inputs, layout)
             recompute = method.recompute.choose(selection, inputs, layout)
             plan = plan_of(selection.keep, recompute)
-        with clock("load"):
+        with request.stage("load"):
             # before the check layer has been computed, any kept entry may be needed
             context.load(plan.blocks if check is None else selection.keep)
 
@@ -263,28 +268,77 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
                 n_layers, request.capacity, n_tokens=layout.n_tokens, weigh=method.attend,
                 rule=rule if isinstance(rule, DroppingEviction) else None, model=model,
             )  # fmt: skip
-        with clock("blend"):
-            leaves = None
-            if prefixes is not None:
-                leaves = prefixes.begin(
-                    choice.fingerprint.computed_by, layout.token_ids[: choice.n_left],
-                    choice.n_found, model.token_kv_bytes,
-                )  # fmt: skip
+        with request.stage("blend"):
             logits = replace(
-                blend, cache=cache, check=None if check is None else (check, decide), leaves=leaves,
-                watch=request.watch,
+                blend, cache=cache, check=None if check is None else (check, decide),
+                leaves=choice.leaves, watch=request.watch,
             ).run(plan)  # fmt: skip
-            if prefixes is not None and leaves is not None:
-                prefixes.keep(leaves)
-        if request.watch is not None:
-            request.watch.see_plan(layout, last_plan)
-        ran = method.way
-        if choice.whole:
-            ran = "prefix" if choice.held else "recompute"
-        report = report_of(
-            model, request.resolved, layout, cache, last_plan, clock, ran=ran,
-            method=request.method.name, eviction=rule, n_held=choice.n_held,
-        )  # fmt: skip
-        return FirstToken(
-            logits=logits, cache=cache, layout=layout, report=report, stages=clock.stages
-        )
+            if request.prefixes is not None and choice.leaves is not None:
+                request.prefixes.keep(choice.leaves)
+        report = _report_of(request, choice, cache, last_plan)
+        return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+
+
+def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: PassPlan) -> Report:
+    """The report of a first token, after the pass of ``plan``."""
+    model, resolved, layout = request.model, request.resolved, choice.layout
+    n_held = choice.n_held
+    chunks, n_tokens = resolved.chunks, len(resolved.token_ids)
+    spent: defaultdict[str, float] = defaultdict(float)
+    for stage in request.stages:
+        spent[stage.name] += stage.ended - stage.began
+    n_context, n_in_memory = resolved.n_context, 0
+    is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
+    reused = set[int]()  # chunks, by their number in the prompt
+    is_new = dict[int, bool]()  # chunks of the layout: whether their cache was computed now
+    computed = 0.0  # tokens of chunks, mean over layers
+    for number, chunk in enumerate(chunks):
+        n_of = 0
+        for run in chunk.runs:
+            n_of += len(range(run.position, min(n_held, run.span.stop)))
+            is_of_chunk[run.position : run.span.stop] = True
+        n_in_memory += n_of
+        if chunk.computed_now:
+            computed += n_of
+        elif n_of:
+            reused.add(number)
+        if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
+            is_new[number] = chunk.computed_now
+    stays = layout.uncached.repeat(model.n_layers, 1)
+    stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
+    kept = 0.0
+    for layer, of_layer in enumerate(stays):
+        kept += cache.attended(layer, is_of_chunk[of_layer])
+    kept /= model.n_layers  # divided once, so that all of the context is exactly 1
+    # the last token of a prompt is always computed
+    again = plan.computed | layout.uncached[layout.context_positions]
+    made_now = torch.tensor(list(is_new.values()), dtype=torch.bool)
+    computed += int((again | made_now[layout.chunk_of_token]).sum()) / model.n_layers
+    computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
+    n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
+    # reused: its entries are read, or its cache has told that tokens can be left out
+    uses_cache = torch.zeros_like(made_now)
+    uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
+    uses_cache[layout.chunk_of_token[~again.all(0)]] = True
+    for (number, is_new_one), uses in zip(is_new.items(), uses_cache.tolist(), strict=True):
+        if uses and not is_new_one:
+            reused.add(number)
+    ran = choice.method.way
+    if choice.whole:
+        ran = "prefix" if choice.held else "recompute"
+    return Report(
+        method=request.method.name, ran=ran,
+        eviction=None if choice.eviction is None else choice.eviction.name,
+        model=model.name, prompt_tokens=n_tokens, context_tokens=n_context, prefix_tokens=n_held,
+        kept_ratio=kept / n_context if n_context else 1.0,
+        recompute_ratio=computed / n_context if n_context else 0.0,
+        uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
+        found=len(chunks), reused=len(reused),
+        computed_now=sum(chunk.computed_now for chunk in chunks),
+        chunk_misses=dict(resolved.misses),
+        bytes_read=resolved.bytes_lost + sum(stored.bytes_read for stored in set(resolved.opened)),
+        kv_bytes=cache.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,
+        decode_kv_bytes=cache.kv_bytes,
+        probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
+        blend_s=spent["blend"],
+    )  # fmt: skip

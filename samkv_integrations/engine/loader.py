@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import lru_cache
@@ -101,8 +101,8 @@ class Context:
             kinds=rotation.kinds,
         )
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
-        # reads in progress, by the first of the layers that are read together
-        self._coming: dict[int, list[Future[None]]] = {}
+        # of each chunk that threads read: a future for each `LAYERS_TOGETHER` layers
+        self._coming: list[list[Future[None]]] = []
         self._work: list[Future[None]] = []
         self._is_left = False
 
@@ -161,28 +161,26 @@ class Context:
             if all(device.type == "cpu" for device in self._devices):
                 self._read_whole(chunk, places, 0, self._read)
                 continue
-            parts: dict[int, Future[None]] = {
-                first: Future() for first in range(0, self.n_layers, LAYERS_TOGETHER)
-            }
-            for first, part in parts.items():
-                self._coming.setdefault(first, []).append(part)
+            parts: list[Future[None]] = [Future() for _ in range(0, self.n_layers, LAYERS_TOGETHER)]
+            self._coming.append(parts)
             read = list(self._read)  # `release` may drop a layer that needs no entries before
             work = readers(os.getpid()).submit(self._read_parts, chunk, places, read, parts)
             self._work.append(work)
 
     def _read_parts(
         self, chunk: StoredChunk, places: Sequence[int], read: Sequence[Tensor],
-        parts: Mapping[int, Future[None]],
+        parts: Sequence[Future[None]],
     ) -> None:  # fmt: skip
         """Read some layers after the others; the future of each part is set when it is done."""
         try:
-            for first, part in parts.items():
+            for at, part in enumerate(parts):
                 if self._is_left:
                     return
+                first = at * LAYERS_TOGETHER
                 self._read_whole(chunk, places, first, read[first : first + LAYERS_TOGETHER])
                 part.set_result(None)
         except BaseException as error:
-            for part in parts.values():
+            for part in parts:
                 if not part.done():
                     part.set_exception(error)
 
@@ -223,8 +221,8 @@ class Context:
 
     def _wait_for(self, layer: int) -> None:
         """Wait until a layer has been read. Raises ChunkLost."""
-        for each in self._coming.pop(layer // LAYERS_TOGETHER * LAYERS_TOGETHER, ()):
-            each.result()
+        for parts in self._coming:
+            parts[layer // LAYERS_TOGETHER].result()
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Wait for a layer; returns its entries (Tctx, E) and key ranges (N, 2, G, D)."""
@@ -309,13 +307,12 @@ class Context:
             self.load(layout.is_anchor.expand(self.n_layers, -1))
             anchor = layout.is_anchor[layout.block_of_token]
             counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
-            anchors = anchor.nonzero()[:, 0]
-            of_device = {device: anchors.to(device) for device in self._group_of_token}
-            keys = []
+            at, keys = anchor.nonzero()[:, 0], []
             for layer in range(self.n_layers):
-                (codes, key_range), device = self.stored(layer), self._devices[layer]
-                at = of_device[device]
-                group, codes = self._group_of_token[device][at], codes.index_select(0, at)
-                keys.append(self.form.keys(codes, key_range, group).to(self._devices[0]))
+                codes, key_range = self.stored(layer)
+                at = at.to(codes.device)
+                group = self._group_of_token[codes.device][at]
+                of_layer = self.form.keys(codes.index_select(0, at), key_range, group)
+                keys.append(of_layer.to(self._devices[0]))
             tensors["anchor_mean"] = mean_of_blocks(torch.stack(keys), counts)
         return SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)

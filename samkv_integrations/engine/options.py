@@ -20,7 +20,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.option import Option, declared
 
 if TYPE_CHECKING:
-    from samkv_integrations.engine.chunk_prefix import PrefixPolicy
+    from samkv_integrations.engine.prefill import PrefixPolicy
     from samkv_integrations.eviction import Eviction
     from samkv_integrations.methods import Method
     from samkv_integrations.prompt.resolve import OnMiss
@@ -57,7 +57,7 @@ def check_eviction(eviction: object) -> None:
 
 def check_prefix(prefix: object) -> None:
     """Raises InvalidOption for an unknown policy, or a learned prefix, which was removed."""
-    from samkv_integrations.engine.chunk_prefix import PrefixPolicy
+    from samkv_integrations.engine.prefill import PrefixPolicy
 
     is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
     if prefix == "learned" or is_file:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import torch
-
-from samkv_integrations.engine.blend import PassPlan
-from samkv_integrations.engine.working_cache import WorkingCache
-from samkv_integrations.eviction import Eviction
-from samkv_integrations.model.model import Model
-from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.prompt.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +83,11 @@ class Report:
     select_s: float
     load_s: float
     blend_s: float
-    announce_s: float
-    wait_s: float
-    ttft_s: float
-    completion_tokens: int
-    decode_tokens_per_s: float
+    announce_s: float = 0.0
+    wait_s: float = 0.0
+    ttft_s: float = 0.0
+    completion_tokens: int = 0
+    decode_tokens_per_s: float = 0.0
 
     @property
     def cached_tokens(self) -> int:
@@ -134,101 +124,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-able values."""
         return asdict(self)
-
-
-@dataclass
-class Stopwatch:
-    """Seconds of each stage of a request, which do not overlap, and when it ran.
-
-    On a GPU a stage ends when its work is launched; the next stage that waits for the device
-    includes the rest. bytes_lost: read from caches that failed.
-    """
-
-    stages: list[Stage] = field(default_factory=list)
-    bytes_lost: int = 0
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stages.append(Stage(name=stage, began=began, ended=time.perf_counter()))
-
-
-def report_of(
-    model: Model,
-    resolved: Resolved,
-    layout: Layout,
-    cache: WorkingCache,
-    plan: PassPlan,
-    clock: Stopwatch,
-    *,
-    method: str,
-    ran: str,
-    eviction: Eviction | None,
-    n_held: int,
-) -> Report:
-    """The report of a first token, after the pass of ``plan`` over ``layout``.
-
-    n_held: first tokens that were taken from memory.
-    """
-    chunks, n_tokens = resolved.chunks, len(resolved.token_ids)
-    spent: defaultdict[str, float] = defaultdict(float)
-    for stage in clock.stages:
-        spent[stage.name] += stage.ended - stage.began
-    n_context, n_in_memory = resolved.n_context, 0
-    is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
-    reused = set[int]()  # chunks, by their number in the prompt
-    is_new = dict[int, bool]()  # chunks of the layout: whether their cache was computed now
-    computed = 0.0  # tokens of chunks, mean over layers
-    for number, chunk in enumerate(chunks):
-        n_of = 0
-        for run in chunk.runs:
-            n_of += len(range(run.position, min(n_held, run.span.stop)))
-            is_of_chunk[run.position : run.span.stop] = True
-        n_in_memory += n_of
-        if chunk.computed_now:
-            computed += n_of
-        elif n_of:
-            reused.add(number)
-        if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
-            is_new[number] = chunk.computed_now
-    stays = layout.uncached.repeat(model.n_layers, 1)
-    stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
-    kept = 0.0
-    for layer, of_layer in enumerate(stays):
-        kept += cache.attended(layer, is_of_chunk[of_layer])
-    kept /= model.n_layers  # divided once, so that all of the context is exactly 1
-    # the last token of a prompt is always computed
-    again = plan.computed | layout.uncached[layout.context_positions]
-    made_now = torch.tensor(list(is_new.values()), dtype=torch.bool)
-    computed += int((again | made_now[layout.chunk_of_token]).sum()) / model.n_layers
-    computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
-    n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
-    # reused: its entries are read, or its cache has told that tokens can be left out
-    uses_cache = torch.zeros_like(made_now)
-    uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
-    uses_cache[layout.chunk_of_token[~again.all(0)]] = True
-    for (number, is_new_one), uses in zip(is_new.items(), uses_cache.tolist(), strict=True):
-        if uses and not is_new_one:
-            reused.add(number)
-    return Report(
-        method=method, ran=ran, eviction=None if eviction is None else eviction.name,
-        model=model.name, prompt_tokens=n_tokens, context_tokens=n_context, prefix_tokens=n_held,
-        kept_ratio=kept / n_context if n_context else 1.0,
-        recompute_ratio=computed / n_context if n_context else 0.0,
-        uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
-        found=len(chunks), reused=len(reused),
-        computed_now=sum(chunk.computed_now for chunk in chunks),
-        chunk_misses=dict(resolved.misses),
-        bytes_read=clock.bytes_lost + sum(stored.bytes_read for stored in set(resolved.opened)),
-        kv_bytes=cache.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,
-        decode_kv_bytes=cache.kv_bytes,
-        probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
-        blend_s=spent["blend"], announce_s=0.0, wait_s=0.0, ttft_s=0.0, completion_tokens=0,
-        decode_tokens_per_s=0.0,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,24 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.blend import Watch
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.engine.options import OwnAnswerOptions, check_options
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
-from samkv_integrations.methods import Method
+from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import JsonConstraint
+from samkv_integrations.model.sampling import (
+    OPTIONS,
+    JsonConstraint,
+    Sampling,
+    SamplingOptions,
+)
 from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.prompt.resolve import Resolved
+from samkv_integrations.prompt.resolve import OnMiss, Resolved
+
+
+class AnswerOptions(SamplingOptions, OwnAnswerOptions, total=False):
+    """Options of `Engine.generate` and `Engine.stream`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """`AnswerOptions`, checked as far as they can be without a model. None is the engine's own."""
+
+    sampling: Sampling
+    method: Method | None = None
+    eviction: str | Eviction | None = None
+    context_window: int | None = None
+    stop: Sequence[str] = ()
+    stop_ids: Collection[int] = ()
+    json_schema: Mapping[str, Any] | None = None
+    timeout: float | None = None
+    on_miss: OnMiss = "compute"
+
+    @classmethod
+    def of(cls, **options: Unpack[AnswerOptions]) -> AnswerSettings:
+        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
+        given: dict[str, Any] = {}
+        sampling: dict[str, Any] = {}
+        for name, value in options.items():
+            if name not in AnswerOptions.__annotations__:
+                raise UnknownOption.among(
+                    "option of an answer", name, AnswerOptions.__annotations__
+                )
+            (sampling if name in OPTIONS else given)[name] = value
+        check_options(OwnAnswerOptions, given)
+        if given.get("json_schema") is not None and given.get("stop"):
+            raise InvalidOption(
+                f"stop={given['stop']!r} with json_schema: a stop string could cut the JSON, which "
+                "ends by itself; leave out either"
+            )
+        if given.get("method") is not None:
+            given["method"] = get_method(given["method"])
+        return cls(sampling=Sampling(**sampling), **given)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +85,7 @@ class Request:
     The rest is for tokens after the first. end_ids: tokens that end the answer. form: the JSON
     schema that it keeps to. announce_s: seconds that announcements took for chunks of the prompt.
     began, asked: when the caller asked, and when the prompt had been read (`time.perf_counter`).
+    stages: those that have ended, in order; they do not overlap.
     """
 
     chunks: Chunks
@@ -54,11 +104,25 @@ class Request:
     announce_s: float = 0.0
     began: float = 0.0
     asked: float = 0.0
+    stages: list[Stage] = field(default_factory=list)
 
     @property
     def model(self) -> Model:
         """The model that computes the answer."""
         return self.chunks.model
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record the block as a stage.
+
+        On a GPU it ends when its work is launched; the next stage that waits for the device
+        includes the rest.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages.append(Stage(name=name, began=began, ended=time.perf_counter()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +130,10 @@ class FirstToken:
     """The result of the prompt's pass.
 
     logits: (vocabulary,) of the first token. cache: KV entries for the tokens after it. report:
-    ``ttft_s`` and the figures of decoding are still 0. stages: in order.
+    ``ttft_s`` and the figures of decoding are still 0.
     """
 
     logits: Tensor
     cache: WorkingCache
     layout: Layout
     report: Report
-    stages: Sequence[Stage]

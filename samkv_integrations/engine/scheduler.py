@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from contextvars import ContextVar
@@ -115,13 +115,12 @@ class RunningAnswer:
     The model's thread calls `begin` and `take`, and `fail` if one of them raises.
 
     owner: who asks, see `OWNER`. pieces: for the reader; the first one is empty and comes with the
-    first token. report, stages: set when the first piece comes. is_complete: the last piece has
-    been put. is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
+    first token. report: set when the first piece comes. is_complete: the last piece has been put.
+    is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
     the first; None before it and at the end. token: the next input of the model.
     """
 
     report: Report
-    stages: Sequence[Stage]
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
@@ -144,6 +143,10 @@ class RunningAnswer:
             if self.is_abandoned:
                 raise Abandoned
 
+        request.stages += (
+            Stage(name="read", began=request.began, ended=request.asked),
+            Stage(name="wait", began=request.asked, ended=began),
+        )
         with closing(request.resolved), model.interruptible(check):
             first = first_token(request)
             ids = first.layout.token_ids.tolist()
@@ -153,11 +156,6 @@ class RunningAnswer:
             first.report, wait_s=began - request.asked, announce_s=request.announce_s,
             ttft_s=time.perf_counter() - request.began,
         )  # fmt: skip
-        self.stages = (
-            Stage(name="read", began=request.began, ended=request.asked),
-            Stage(name="wait", began=request.asked, ended=began),
-            *first.stages,
-        )
         self.decoder = Decoder(model, first.cache, first.layout.n_tokens)
         self._put("")
         self.take(token, 0.0)
@@ -318,7 +316,7 @@ class Scheduler:
     def run(self, work: Callable[[], _Made]) -> _Made:
         """Run ``work`` in the model's thread, without gradients; returns or raises what it does."""
         thread = self._running_thread()
-        if thread.is_current():
+        if threading.current_thread() is thread.thread:
             return work()
         done: Future[_Made] = Future()
 
@@ -414,23 +412,20 @@ class _Thread:
         # seconds that an owner's `run` is ahead of its answers
         self._ahead: dict[str, float] = {}
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
+        self.thread.start()
         _wait_for_threads_at_exit()
         for each in list(_threads):
-            if not each._thread.is_alive():
+            if not each.thread.is_alive():
                 _threads.discard(each)
         _threads.add(self)
-
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
 
     def stop(self) -> None:
         """End the thread after its current step."""
         self._is_stopped = True
         self.mail.put(None)
-        if not self.is_current() and self.pid == os.getpid():
-            self._thread.join()
+        if threading.current_thread() is not self.thread and self.pid == os.getpid():
+            self.thread.join()
 
     def _serve(self) -> None:
         with torch.inference_mode():

@@ -134,8 +134,6 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     def _take(self, piece: Piece) -> str:
         if len(self._answer.pieces) == AHEAD - 1:
             self._scheduler.wake()
-        if self._last is None:
-            self._trace.begun(self._answer.stages)
         self._last = piece
         if piece.finish_reason is not None:
             self._end()
@@ -200,7 +198,10 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             _log.info("answered: %s", report.line, extra={"samkv": report})
             for reports in self._collectors:
                 reports.append(report)
-        self._trace.end(now, report=report, finish_reason=self.finish_reason, error=error)
+        self._trace.end(
+            now, stages=self._request.stages, report=report, finish_reason=self.finish_reason,
+            error=error,
+        )  # fmt: skip
 
     # -- figures ----------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 from samkv_integrations import formatting
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.report import Report, Stage
+from samkv_integrations.engine.request import AnswerSettings
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.reader import Prompt
 
@@ -121,74 +121,62 @@ def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
 class Trace:
     """The span and metrics of one answer; the caller's span is the parent. No-op without the API.
 
-    Times are of `time.perf_counter`. began: when the answer was asked for. Any thread may call it,
-    one at a time.
+    began: when the answer was asked for, by `time.perf_counter`.
     """
 
     def __init__(self, model: str, prompt: Prompt, settings: AnswerSettings, began: float) -> None:
-        self._began, self._first_at = began, began
-        self._telemetry = _listening()
+        self._telemetry, self._began = _listening(), began
         if self._telemetry is None:
             return
-        self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
+        self._caller = self._telemetry.context.get_current()
         is_text = isinstance(prompt, str | RenderedPrompt)
         operation, values = "text_completion" if is_text else "chat", settings.sampling.values
-        self._asked: Attributes = {
+        self._name = f"{operation} {model}"
+        self._labels: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": NAME,
             "gen_ai.request.model": model,
         }
-        attributes = {
-            **self._asked,
+        self._options: Attributes = {
             "gen_ai.request.max_tokens": values["max_new_tokens"],
             "gen_ai.output.type": "text" if settings.json_schema is None else "json",
         }
         of_sampling = () if settings.sampling.is_greedy else ("top_k", "top_p")
         for name in ("temperature", "seed", *of_sampling):
             if values[name] is not None:
-                attributes[f"gen_ai.request.{name}"] = values[name]
-        self._span = self._telemetry.tracer.start_span(
-            f"{operation} {model}", attributes=attributes, start_time=self._ns(began)
-        )
-        self._context = self._telemetry.api.set_span_in_context(self._span)
-
-    def _ns(self, at: float) -> int:
-        return self._epoch_ns + int(at * 1e9)
-
-    def begun(self, stages: Sequence[Stage]) -> None:
-        """Send spans of stages that have ended; first those up to the first token."""
-        self._first_at = stages[-1].ended
-        if self._telemetry is not None and self._span.is_recording():
-            for stage in stages:
-                self._telemetry.tracer.start_span(
-                    f"samkv.{stage.name}", context=self._context, start_time=self._ns(stage.began)
-                ).end(end_time=self._ns(stage.ended))
+                self._options[f"gen_ai.request.{name}"] = values[name]
 
     def end(
         self,
         at: float,
         *,
+        stages: Sequence[Stage] = (),
         report: Report | None = None,
         finish_reason: str | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """End the span. report: None if there was no first token."""
+        """Send the answer, which ended at ``at``; from any thread.
+
+        stages: up to the first token. report: None if there was no first token.
+        """
         telemetry = self._telemetry
         if telemetry is None:
             return
-        found: Attributes = {}
-        labels = dict(self._asked)
+        labels, found = dict(self._labels), dict(self._options)
         if finish_reason is not None:
             found["gen_ai.response.finish_reasons"] = [finish_reason]
         # a caller who leaves is no failure
-        if error is not None and not isinstance(error, asyncio.CancelledError | GeneratorExit):
-            labels["error.type"] = found["error.type"] = type(error).__qualname__
-            self._span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
+        has_failed = error is not None and not isinstance(
+            error, asyncio.CancelledError | GeneratorExit
+        )
+        if has_failed:
+            labels["error.type"] = type(error).__qualname__
+        ran: list[Stage] = []
         told: list[tuple[str, float, Attributes]] = [
             ("gen_ai.client.operation.duration", at - self._began, {})
         ]
         if report is not None:
-            self.begun([Stage(name="decode", began=self._first_at, ended=at)])
+            ran = [*stages, Stage(name="decode", began=stages[-1].ended, ended=at)]
             cached, prefix = report.cached_tokens, report.prefix_tokens
             missed = sum(report.chunk_misses.values())
             for name, figure in _FIGURES.items():
@@ -212,7 +200,18 @@ class Trace:
                 ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
                 ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
             ]
-        self._span.set_attributes(found)
+        epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
+        span = telemetry.tracer.start_span(
+            self._name, self._caller, attributes=labels | found,
+            start_time=epoch_ns + int(self._began * 1e9),
+        )  # fmt: skip
+        if has_failed:
+            span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
+        below = telemetry.api.set_span_in_context(span, self._caller)
+        for stage in ran if span.is_recording() else ():
+            telemetry.tracer.start_span(
+                f"samkv.{stage.name}", below, start_time=epoch_ns + int(stage.began * 1e9)
+            ).end(end_time=epoch_ns + int(stage.ended * 1e9))
         for name, value, more in told:
-            telemetry.tell[name](value, labels | more, self._context)
-        self._span.end(end_time=self._ns(at))
+            telemetry.tell[name](value, labels | more, below)
+        span.end(end_time=epoch_ns + int(at * 1e9))

@@ -10,7 +10,6 @@ import logging
 import os
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.atomic import read_small, write_file
 from samkv_integrations.cache.formats.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cache.store import Store
-from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.methods.base import with_option
@@ -106,10 +105,12 @@ def choices_of(
     entry = None
     if method is None or store_bits is None:
         entry = tuned_setting(model, store)
-    bits = _bits(model, store, entry) if store_bits is None else store_bits
+    if store_bits is not None:
+        bits = store_bits
+    else:
+        bits = DEFAULT_STORE_BITS if entry is None else entry.store_bits
     if method is not None or entry is None:
-        chosen = get_method(DEFAULT_METHOD if method is None else method)
-        return chosen, bits, None
+        return get_method(DEFAULT_METHOD if method is None else method), bits, None
     if entry.store_bits != bits:  # what was enough on finer caches may not be on these
         _LOG.warning(
             "%s: the setting for %r was measured on caches of %d bits and is not taken with %d; "
@@ -124,20 +125,6 @@ def choices_of(
 def tuned_setting(model: Model, store: Store) -> TunedSetting | None:
     """The entry of the model in the folder of the store, if any. Raises as `read_tuned` does."""
     return read_tuned(store.path).get(model.name) if isinstance(store, ChunkStore) else None
-
-
-def _bits(model: Model, store: Store, entry: TunedSetting | None) -> int:
-    """The bits of the entry, unless all caches of the model have others and would be missed.
-
-    ``samkv ingest --store-bits`` makes caches of other bits.
-    """
-    if entry is None or entry.store_bits == DEFAULT_STORE_BITS:
-        return DEFAULT_STORE_BITS
-    held: set[int] = set()
-    with suppress(StoreError):
-        mine = (model.identity.weights, model.dtype_name)
-        held = {f.store_bits for f in store.fingerprints() if (f.weights, f.dtype) == mine}
-    return entry.store_bits if not held or entry.store_bits in held else DEFAULT_STORE_BITS
 
 
 def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:

@@ -8,29 +8,46 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.answer_settings import AnswerSettings
-from samkv_integrations.engine.blend import State, Watch
+from samkv_integrations.engine.blend import LayerPlan
 from samkv_integrations.engine.decode import TextStream, decode_greedily
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import AnswerSettings
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method
 from samkv_integrations.model.model import Model
+from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 
-__all__ = ["InspectedChunk", "Inspection", "inspect"]
+__all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
 
 PAGE = Path(__file__).with_name("page.html")
 _UNMEASURED = ("announce_s", "wait_s", "ttft_s", "decode_tokens_per_s")
+
+
+class State(IntEnum):
+    """What a layer does with a prompt token.
+
+    uncached: computed, outside chunks. missed: computed, in a chunk without a usable cache.
+    kept: its stored entry is used. recomputed: computed, although it has a stored entry.
+    dropped: its stored entry is not used.
+    """
+
+    UNCACHED = 0
+    MISSED = 1
+    KEPT = 2
+    RECOMPUTED = 3
+    DROPPED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +237,7 @@ def inspect(
         method=method, eviction=eviction, on_miss="text", max_new_tokens=max_new_tokens
     )
     with engine.resolve(prompt, chunks) as resolved:
-        answer, report, watch = _watched(engine, resolved, settings)
+        answer, report, states, attention = _watched(engine, resolved, settings)
         pieces = _pieces(engine.model, resolved.token_ids)
         chunk_of = torch.full((len(pieces),), -1)
         is_missed = torch.zeros(len(pieces), dtype=torch.bool)
@@ -234,31 +251,66 @@ def inspect(
     with engine.resolve(prompt, chunks) as resolved:
         full = AnswerSettings.of(method="recompute").method
         truth = replace(settings, method=full, eviction="none")
-        full_answer, full_report, full_watch = _watched(engine, resolved, truth)
-    states = watch.states
+        full_answer, full_report, _, full_attention = _watched(engine, resolved, truth)
     states[:, is_missed] = State.MISSED
     called = names or {}
     return Inspection(
         title=title, pieces=tuple(pieces), chunk_of=chunk_of, texts=tuple(texts), states=states,
         names=tuple(called.get(text, f"chunk {number}") for number, text in enumerate(texts, 1)),
-        attention=watch.attention, full_attention=full_watch.attention,
-        answer=answer, full_answer=full_answer, report=report, full_report=full_report,
+        attention=attention, full_attention=full_attention, answer=answer,
+        full_answer=full_answer, report=report, full_report=full_report,
     )  # fmt: skip
 
 
-def _watched(engine: Engine, resolved: Resolved, settings: AnswerSettings) -> tuple[Any, ...]:
-    """An answer, its report, and what was observed."""
-    watch, most = Watch(), settings.sampling.max_new_tokens
-    request = replace(engine.request(resolved, settings, most), watch=watch, prefixes=None)
+def _watched(
+    engine: Engine, resolved: Resolved, settings: AnswerSettings
+) -> tuple[str, Report, Tensor, Tensor]:
+    """An answer and its report; (L, T) the `State` of each token, and the attention to it.
 
-    def answer() -> tuple[str, Report]:
+    `State.UNCACHED` stands for all that has no stored entry.
+    """
+    model, most = engine.model, settings.sampling.max_new_tokens
+    seen: dict[int, tuple[LayerPlan, Tensor]] = {}
+
+    def see(
+        layer: int, plan: LayerPlan, query: Tensor, keys: Tensor, scaling: float,
+        mask: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Note the last token's attention (S,) to each entry of a layer, mean over heads."""
+        grouped = query[0, :, -1].float().view(model.n_kv_heads, -1, model.head_dim) * scaling
+        logits = torch.einsum("grd,sgd->grs", grouped, keys.float()).flatten(0, 1)
+        if model.score_cap is not None:
+            logits = torch.tanh(logits / model.score_cap) * model.score_cap
+        if mask is not None:
+            hidden = ~mask[-1] if mask.dtype == torch.bool else mask[-1] < 0
+            logits = logits.masked_fill(hidden, -torch.inf)
+        if (sinks := model.sinks(layer)) is not None:
+            logits = torch.cat((logits, sinks.float()[:, None]), -1)
+        seen[layer] = plan, logits.softmax(-1)[:, : len(keys)].mean(0).cpu()
+
+    request = replace(engine.request(resolved, settings, most), watch=see, prefixes=None)
+
+    def answer() -> tuple[str, Report, Layout]:
         begun = first_token(request)
-        found = decode_greedily(engine.model, begun, most)
-        return found.text, replace(
+        found = decode_greedily(model, begun, most)
+        report = replace(
             begun.report, completion_tokens=len(found.tokens), decode_kv_bytes=begun.cache.kv_bytes
         )
+        return found.text, report, begun.layout
 
-    return *engine.scheduler.run(answer), watch
+    text, report, layout = engine.scheduler.run(answer)
+    shape = model.n_layers, layout.n_tokens
+    attention = torch.zeros(shape)
+    states = torch.full(shape, State.UNCACHED, dtype=torch.uint8)
+    at = layout.context_positions
+    for layer, (plan, shares) in seen.items():
+        attention[layer, plan.at] = shares
+        context = plan.context.cpu()
+        states[layer, at] = State.DROPPED
+        states[layer, at[context]] = State.KEPT
+        states[layer, at[context[plan.changed.cpu()]]] = State.RECOMPUTED
+        states[layer, at[layout.uncached[at]]] = State.RECOMPUTED  # the prompt's last token
+    return text, report, states, attention
 
 
 def _pieces(model: Model, ids: Sequence[int]) -> list[str]:

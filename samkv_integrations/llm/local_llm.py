@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions, OwnAnswerOptions, check_options
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import AnswerSettings
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm.engine_args import (
     EngineRef,

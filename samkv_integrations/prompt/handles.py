@@ -23,10 +23,8 @@ MAX_ISSUED = 16_384
 """Handles that are remembered; the oldest ones go first."""
 
 _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
-# Pieces of a cut handle, with enough digits to recognise it.
-_HEAD = re.compile(r"\[\[samkv:([0-9a-f]{8,32})(?![0-9a-f]|\]\])")
-_TAIL = re.compile(r"(?<!\[\[samkv:)(?<![0-9a-f])([0-9a-f]{8,32})\]\]")
-_FIRST, _LAST = slice(8), slice(-8, None)  # digits by which such a piece is looked up
+# The head or the tail of a cut handle, with enough digits to recognise it.
+_PIECE = re.compile(r"\[\[samkv:([0-9a-f]{8,32})|([0-9a-f]{8,32})\]\]")
 
 
 def is_handle(text: str) -> bool:
@@ -73,43 +71,41 @@ class Handles:
     def find(self, prompt: str) -> list[Span]:
         """The issued handles in ``prompt``."""
         spans: list[Span] = []
-        unknown: list[str] = []
+        has_unknown = False
         with self._lock:
             self._drop_old()
             for match in _HANDLE.finditer(prompt):
                 if issued := self._issued.get(match[1]):
                     spans.append(Span(match.start(), match.end(), issued[0]))
                 else:
-                    unknown.append(match[0])
-            is_first = bool(unknown) and not self._has_warned
+                    has_unknown = True
+            is_first = has_unknown and not self._has_warned
             self._has_warned |= is_first
         if is_first:
             _log.warning(
                 "a handle stands in a prompt and is read as text: this engine has not issued it "
                 "within %d minutes. If a prompt builder put it there, have the documents retrieved "
-                "again, or prompt with their text; this is said once, and at DEBUG which handles",
+                "again, or prompt with their text; this is said once",
                 LIFETIME_S // 60,
             )
-        for handle in unknown:
-            _log.debug("%s is read as text", handle)
         return spans
 
     def require_whole(self, text: str) -> None:
         """Raises HandleError for the handle of a deleted chunk, and for a piece of a handle."""
-        pieces = [*_HEAD.finditer(text), *_TAIL.finditer(text)]
         with self._lock:
             names = set(self._issued)
-        if any(match[1] in names for match in _HANDLE.finditer(text)):
-            raise HandleError(
-                "the prompt holds the handle of a chunk that has been deleted since it was "
-                "issued, or whose model has changed; retrieve again"
-            )
-        heads, tails = ({name[at] for name in names} for at in (_FIRST, _LAST))
-        for match in pieces:
-            piece, is_head = match[1], match.re is _HEAD
-            if piece[_FIRST if is_head else _LAST] not in (heads if is_head else tails):
+        # looked up by 8 digits first, as a prompt may hold many pieces
+        heads, tails = {name[:8] for name in names}, {name[-8:] for name in names}
+        for match in _PIECE.finditer(text):
+            head, tail = match.groups("")
+            if head[:8] not in heads and tail[-8:] not in tails:
                 continue
-            if any((name.startswith if is_head else name.endswith)(piece) for name in names):
+            if head in names and text.startswith("]]", match.end()):
+                raise HandleError(
+                    "the prompt holds the handle of a chunk that has been deleted since it was "
+                    "issued, or whose model has changed; retrieve again"
+                )
+            if any(name.startswith(head) and name.endswith(tail) for name in names):
                 raise HandleError(
                     f"the prompt holds a handle that something cut, near "
                     f"{shorten(text[match.start() :])!r}; raise the context window of the "

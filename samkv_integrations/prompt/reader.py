@@ -83,19 +83,6 @@ _FOR_NEXT: ContextVar[tuple[PromptReader, list[str]] | None] = ContextVar(
 )
 
 
-@dataclass(frozen=True)
-class _SpelledOut:
-    """A prompt with the texts of chunks in place of their handles.
-
-    bodies: these texts. around: the text around handles and documents, where a piece of a handle is
-    an error.
-    """
-
-    prompt: RenderedPrompt
-    bodies: list[str]
-    around: list[str]
-
-
 class PromptReader:
     """Reads the prompts of one engine. Thread-safe.
 
@@ -117,8 +104,10 @@ class PromptReader:
         self._order: OrderedDict[str, str] = OrderedDict()  # text -> key, oldest first
         self._has_warned = False
 
-    def render(self, prompt: Prompt) -> RenderedPrompt:
+    def render(self, prompt: Prompt, *, most: int | None = None) -> RenderedPrompt:
         """The prompt as one string.
+
+        most: raises PromptTooLong for a chat of more turns, because templates are slow.
 
         Raises InvalidOption if it is not a prompt, or if the chat template refuses it.
         """
@@ -126,7 +115,20 @@ class PromptReader:
             return RenderedPrompt(prompt)
         if isinstance(prompt, RenderedPrompt):
             return prompt
-        _check_messages(prompt.messages if isinstance(prompt, Chat) else prompt)
+        turns: object = prompt.messages if isinstance(prompt, Chat) else prompt
+        if not isinstance(turns, Sequence) or not turns:
+            raise InvalidOption(
+                f"prompt={turns!r}; it must be a string, or a list of chat messages"
+            )
+        if most is not None and len(turns) > most:
+            raise self._too_long(f"a chat of {len(turns)} turns", most)
+        for message in turns:  # a template would write nothing for a message without content
+            is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not is_one or not isinstance(message.get("content"), str):
+                raise InvalidOption(
+                    f"message {message!r} of the prompt; it must be a mapping of role and content, "
+                    "two strings"
+                )
         return self._model.render_chat(prompt)
 
     def count_tokens(self, prompt: Prompt, made_by: Fingerprint, *, most: int | None = None) -> int:
@@ -134,15 +136,8 @@ class PromptReader:
 
         Raises PromptTooLong if there are more than ``most``; None for no limit.
         """
-        self._require_few_turns(prompt, most)
-        spelled = self._spelled_out(self.render(prompt), (), made_by)
-        return len(self._tokens_of(spelled.prompt, most))
-
-    def _require_few_turns(self, prompt: Prompt, most: int | None) -> None:
-        """Raises PromptTooLong if there are more turns than ``most``, as templates are slow."""
-        turns = prompt.messages if isinstance(prompt, Chat) else prompt
-        if most is not None and isinstance(turns, list) and len(turns) > most:
-            raise self._too_long(f"a chat of {len(turns)} turns", most)
+        spelled, _ = self._spelled_out(self.render(prompt, most=most), (), made_by)
+        return len(self._tokens_of(spelled, most))
 
     def _tokens_of(self, rendered: RenderedPrompt, most: int | None) -> list[int]:
         """The token ids. Raises PromptTooLong for more than ``most``, as early as possible."""
@@ -185,12 +180,7 @@ class PromptReader:
             ChunkNotCached: see ``must_hold``.
         """
         most = min(context_window or sys.maxsize, self._model.context_window)
-        self._require_few_turns(prompt, most)
-        spelled = self._spelled_out(self.render(prompt), chunks, made_by)
-        for text in spelled.around:
-            self.handles.require_whole(text)
-        is_text = isinstance(prompt, str)
-        ids, found = self._read(spelled, chunks, made_by, holds_control=not is_text, most=most)
+        ids, found, spelled = self._read(prompt, chunks, made_by, most=most, must_be_whole=True)
         if not ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         if chunks is None:
@@ -198,7 +188,7 @@ class PromptReader:
             return ids, found
         texts = {chunk.text for chunk in found}
         for body in bodies_of(chunks):
-            if body not in texts and body not in spelled.prompt.text:
+            if body not in texts and body not in spelled.text:
                 raise InvalidOption(
                     f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
                     "chunk (or its handle) where the model should read it"
@@ -207,22 +197,24 @@ class PromptReader:
 
     def find(self, prompt: Prompt, made_by: Fingerprint) -> list[PromptChunk]:
         """The chunks in a prompt, in order, without answering it."""
-        spelled = self._spelled_out(self.render(prompt), None, made_by)
-        return self._read(spelled, None, made_by, holds_control=not isinstance(prompt, str))[1]
+        return self._read(prompt, None, made_by)[1]
 
     def _read(
-        self, spelled: _SpelledOut, chunks: Sequence[str] | None, made_by: Fingerprint, *,
-        holds_control: bool, most: int | None = None,
-    ) -> tuple[list[int], list[PromptChunk]]:  # fmt: skip
-        """The token ids and the chunks of a prompt without handles.
+        self, prompt: Prompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
+        most: int | None = None, must_be_whole: bool = False,
+    ) -> tuple[list[int], list[PromptChunk], RenderedPrompt]:  # fmt: skip
+        """The token ids of a prompt, its chunks, and itself with texts in place of handles.
 
-        holds_control: whether the prompt already says which names of special tokens count.
         most: limit of tokens, None for none; checked before chunks are tokenised or looked for.
+        must_be_whole: whether a piece of a handle is an error.
         """
-        rendered, of_store = spelled.prompt, made_by if chunks is None else None
+        rendered, bodies = self._spelled_out(
+            self.render(prompt, most=most), chunks, made_by, must_be_whole=must_be_whole
+        )
+        of_store = made_by if chunks is None else None
         ids = self._tokens_of(rendered, most)
         indexes: list[ChunkIndex] = []
-        named = spelled.bodies if chunks is None else [*spelled.bodies, *bodies_of(chunks)]
+        named = bodies if chunks is None else [*bodies, *bodies_of(chunks)]
         if named:
             if "" in named:
                 raise InvalidOption("an empty chunk was given; chunks must hold text")
@@ -232,25 +224,28 @@ class PromptReader:
             indexes.append(index)
         if chunks is None:
             indexes.append(self._expected)
-        if not holds_control:
+        if isinstance(prompt, str):  # any other says itself which names of special tokens count
             quoted = self._with_documents_quoted(rendered, indexes, of_store)
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
         found = []
         for each in self._runs(ids, indexes, of_store):
             key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
             found.append(PromptChunk(key, each.token_ids, each.runs, text))
-        return ids, found
+        return ids, found, rendered
 
     def _spelled_out(
-        self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint
-    ) -> _SpelledOut:
-        """The prompt with the texts of chunks in place of their handles.
+        self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
+        must_be_whole: bool = False,
+    ) -> tuple[RenderedPrompt, list[str]]:  # fmt: skip
+        """The prompt with the texts of chunks in place of their handles, and these texts.
 
         A handle inside a document is text. Documents are ``chunks``, or the announced ones.
+
+        must_be_whole: raises HandleError for a piece of a handle outside documents.
         """
         text = rendered.text
         if "[[" not in text and "]]" not in text:
-            return _SpelledOut(rendered, [], [])  # neither a handle nor a piece of one
+            return rendered, []  # neither a handle nor a piece of one
         with self._lock:
             documents = list(self._order) if chunks is None else bodies_of(chunks)
         spans: list[range] = []  # documents that quote handles, then handles that are replaced
@@ -273,13 +268,13 @@ class PromptReader:
                 spans.append(range(span.start, span.stop))
                 end = span.stop
         parts.append(rendered.part(end, len(text)))
-        around: list[str] = []
-        end = 0
-        for each in sorted(spans, key=lambda of: of.start):
-            around.append(text[end : each.start])
-            end = max(end, each.stop)
-        around.append(text[end:])
-        return _SpelledOut(RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies, around)
+        if must_be_whole:
+            end = 0
+            for each in sorted(spans, key=lambda of: of.start):
+                self.handles.require_whole(text[end : each.start])
+                end = max(end, each.stop)
+            self.handles.require_whole(text[end:])
+        return RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies
 
     def _is_kept(self, body: str, made_by: Fingerprint) -> bool:
         """Whether a chunk has not been deleted: the store has its text or cache, or cannot tell."""
@@ -378,19 +373,3 @@ class PromptReader:
                 self._order.pop(body, None)
                 self._expected.remove(body)
         self.handles.forget(bodies)
-
-
-def _check_messages(prompt: object) -> None:
-    """Raises InvalidOption unless these are chat messages: mappings of role and content.
-
-    A chat template would silently write nothing for a message without content.
-    """
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise InvalidOption(f"prompt={prompt!r}; it must be a string, or a list of chat messages")
-    for message in prompt:
-        is_one = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        if not is_one or not isinstance(message.get("content"), str):
-            raise InvalidOption(
-                f"message {message!r} of the prompt; it must be a mapping of role and content, two "
-                "strings"
-            )

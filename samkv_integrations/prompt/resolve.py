@@ -28,6 +28,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     on_miss: ``error`` raises for a miss; else the tokens of the chunk are computed.
     since: `Chunks.deletions` before the prompt was read.
     misses: reason -> number of chunks without a usable cache. missed: keys of these chunks.
+    bytes_lost: read from caches that failed.
     """
 
     token_ids: list[int]
@@ -39,6 +40,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     since: int
     misses: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
+    bytes_lost: int = 0
 
     @property
     def opened(self) -> list[StoredChunk]:
@@ -134,6 +136,7 @@ class Resolved(AbstractContextManager["Resolved"]):
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
+        self.bytes_lost += lost.bytes_read
         places = [chunk for chunk in self.chunks if chunk.stored is lost]
         first = places[0]
         if first.is_exact:

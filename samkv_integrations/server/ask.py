@@ -12,10 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.chroma.link import nearest
-from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.llm.local_llm import usage_of

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss

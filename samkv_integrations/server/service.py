@@ -23,9 +23,9 @@ from prometheus_client import (
 )
 from starlette.types import Receive, Scope, Send
 
-from samkv_integrations.engine.answer_settings import AnswerOptions
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.prompt.reader import Prompt

@@ -20,10 +20,9 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.engine import scheduler as scheduler_module
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.request import AnswerSettings, FirstToken, Request
 from samkv_integrations.engine.scheduler import AHEAD, OWNER, Limits, Scheduler
 from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from dataclasses import replace
@@ -118,21 +117,9 @@ def test_another_model_has_the_default(tmp_path: Path) -> None:
     assert Engine(tiny_model()).method == METHODS["auto"]
 
 
-def test_bits_of_the_file_are_for_a_folder_without_other_caches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bits_are_those_of_the_file(tmp_path: Path) -> None:
     eight = replace(SETTING, store_bits=8)
-    assert engine_on(tuned_folder(tmp_path / "new", eight)).store_bits == 8
-    held = tmp_path / "held"
-    engine_on(held).cache_chunks(TEXTS)
-    write_tuned(held / "kv", eight)
-    with caplog.at_level(logging.WARNING):
-        engine = engine_on(held)
-    assert engine.store_bits == 4 and engine.is_cached(TEXTS[0])  # and nothing is a miss
-    assert (engine.method, engine.tuned) == (METHODS["auto"], None)  # measured on finer caches
-    assert "ingest again with --store-bits 8" in caplog.text
-    engine_on(held, store_bits=8).cache_chunks(TEXTS)
-    engine = engine_on(held)
+    engine = engine_on(tuned_folder(tmp_path, eight))
     assert (engine.store_bits, engine.method) == (8, SETTING.to_method())
 
 

@@ -103,12 +103,9 @@ class TestLifetime:
         with caplog.at_level(logging.DEBUG):
             assert handles.find(old + young) == [Span(len(old), len(old + young), "two")]
             assert handles.find(old) == []
-        record, *others = caplog.records
+        (record,) = caplog.records  # it is said once
         assert record.levelname == "WARNING" and "read as text" in record.getMessage()
         assert "[[" not in record.getMessage()  # who reads a log may not read the chunk
-        assert [(each.levelname, old in each.getMessage()) for each in others] == [
-            ("DEBUG", True)
-        ] * 2  # a warning is said once
         handles.require_whole(old[:30])  # it was never cut as far as anybody knows
 
     def test_forgotten_texts_are_behind_none(self) -> None:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.engine import first_token as first_token_module
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.engine.blend import PassPlan, plan_pass
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import FirstToken, Request
+from samkv_integrations.engine.request import AnswerSettings, FirstToken, Request
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method

@@ -48,8 +48,8 @@ from llama_index.llms.samkv.conversion import (
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.engine.chunk_prefix import prefix_ids
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.prefill import prefix_ids
 from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
 from samkv_integrations.llm.engine_args import MADE_BY, ModelSource, own_choices
