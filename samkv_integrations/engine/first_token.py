@@ -19,8 +19,8 @@ from samkv_integrations.engine.report import Stopwatch, report_of
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
 from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.eviction import Eviction, Quest
-from samkv_integrations.eviction.base import DroppingEviction
+from samkv_integrations.eviction import Eviction
+from samkv_integrations.eviction.base import DroppingEviction, SparseEviction
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.base import Checked, ProbedLayer, overwrite
 from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
@@ -253,9 +253,9 @@ def _compute(request: Request, choice: Choice, clock: Stopwatch) -> FirstToken:
             return last_plan
 
         cache: WorkingCache
-        if isinstance(rule, Quest):
+        if isinstance(rule, SparseEviction):
             cache = SparseCache(
-                n_layers, context, rule.budget(layout.n_context), request.capacity,
+                n_layers, context, rule, rule.budget(layout.n_context), request.capacity,
                 method.attend, n_tokens=layout.n_tokens, model=model,
             )  # fmt: skip
         else:

@@ -20,6 +20,7 @@ from samkv_integrations.cache.formats.quantise import (
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
 from samkv_integrations.eviction import Quest
+from samkv_integrations.eviction.base import SparseEviction
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.model import Model
 from tests.support.asking import ask
@@ -30,6 +31,8 @@ from tests.support.models import byte_tokenizer, hf_model, tiny_model
 GROUPS, HEADS, DIM, SCALING = 2, 6, 8, 0.4
 CONTEXT = 100
 BITS = (4, 8, 16)
+QUEST = Quest(budget_ratio=1.0)
+"""The rule; the cache's budget is another argument."""
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -103,6 +106,7 @@ class Case:
         held: float = 0.8,
         weigh: ContextAttention | None = None,
         value: float | None = None,
+        rule: SparseEviction = QUEST,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = (torch.rand(CONTEXT, generator=generator) < held).nonzero()[:, 0]
@@ -114,7 +118,7 @@ class Case:
         self.given = entries_of(seed, is_context, self.tokens, self.stored)
         if value is not None:
             self.given.values[self.given.context_slots] = value
-        self.cache = SparseCache(1, self.stored, budget, 5, weigh)
+        self.cache = SparseCache(1, self.stored, rule, budget, 5, weigh)
         self.cache.take(0, self.given)
 
     def held(self) -> tuple[Tensor, Tensor]:
@@ -131,7 +135,7 @@ class Case:
             seen.append((keys[0, :, is_context], values[0, :, is_context]))
             return query
 
-        cache = SparseCache(1, self.stored, CONTEXT, 1, weigh)
+        cache = SparseCache(1, self.stored, QUEST, CONTEXT, 1, weigh)
         cache.take(0, self.given)
         one = torch.ones(1, GROUPS, 1, DIM)
         cache.attend(0, torch.ones(1, HEADS, 1, DIM), one, one, SCALING)
@@ -278,7 +282,7 @@ def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Spar
         cos=nowhere, sin=torch.zeros_like(nowhere),
     )  # fmt: skip
     at = torch.arange(n)
-    cache = SparseCache(1, stored, 64, 1)
+    cache = SparseCache(1, stored, QUEST, 64, 1)
     cache.take(
         0,
         LayerEntries(
