@@ -22,8 +22,8 @@ from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.eviction.base import DroppingEviction, SparseEviction
 from samkv_integrations.methods import Method
-from samkv_integrations.methods.base import Checked, ProbedLayer, overwrite
-from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
+from samkv_integrations.methods.base import Checked, ProbedLayer, SelectAll, overwrite
+from samkv_integrations.methods.baselines import RecomputeAll, RecomputeInexact
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 
 

@@ -65,7 +65,8 @@ class InfLLM(SparseEviction):
         tokens = torch.arange(n_tokens, device=context.device)
         blocks, slots = tokens[self.first : stop].view(n_blocks, -1), context[self.first : stop]
         given = torch.stack([w.sum(2).index_select(2, slots) for w in seen.weights()]).sum(0)
-        places = given.unflatten(2, blocks.shape).topk(self.representatives).indices
+        of_blocks = given.view(*given.shape[:2], *blocks.shape)
+        places = of_blocks.topk(self.representatives).indices  # (G, H/G, blocks, representatives)
         keys = seen.keys.index_select(0, slots).view(*blocks.shape, n_kv_heads, dim)
         keys = keys.permute(2, 0, 1, 3)[:, None].expand(-1, given.shape[1], -1, -1, -1)
         means = keys.gather(3, places[..., None].expand(-1, -1, -1, -1, dim)).float().mean(3)

@@ -32,7 +32,7 @@ from samkv_integrations.eviction import (
 )
 from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
 from samkv_integrations.methods.base import Select, Selection, SelectionInputs
-from samkv_integrations.methods.parts import RecomputeAll
+from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.model.attention import attention
 from samkv_integrations.prompt.layout import Layout
 from tests.support.asking import ask

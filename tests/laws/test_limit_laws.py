@@ -24,14 +24,16 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
     Method,
+    RecomputeNone,
+    SelectAll,
     Selection,
     Update,
     overwrite,
 )
+from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
-from samkv_integrations.methods.samkv import SamkvSelect
+from samkv_integrations.methods.samkv import Fusion, SamkvSelect
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
 from tests.support.covering import covering

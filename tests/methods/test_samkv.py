@@ -26,21 +26,24 @@ from samkv_integrations.eviction import Quest
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.a3 import A3Recompute
 from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.base import Method, Selection, SelectionInputs, overwrite
+from samkv_integrations.methods.base import (
+    Method,
+    RecomputeNone,
+    Selection,
+    SelectionInputs,
+    overwrite,
+)
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import (
-    Fusion,
-    RecomputeNone,
-    fill_budget,
-    personalise,
-)
 from samkv_integrations.methods.samkv import (
+    Fusion,
     SamkvRecompute,
     SamkvSelect,
+    personalise,
     selected_share,
 )
+from samkv_integrations.methods.scoring import fill_budget
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded

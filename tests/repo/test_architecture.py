@@ -138,7 +138,7 @@ def test_frameworks_stay_in_their_module() -> None:
             assert room(module) in owners, f"{module} may not import {imported}"
 
 
-SHARED_BY_METHODS = {f"{PACKAGE}.methods.{name}" for name in ("base", "parts")}
+SHARED_BY_METHODS = {f"{PACKAGE}.methods.{name}" for name in ("base", "scoring")}
 PAPERS = {m for m in SOURCES if m.startswith(f"{PACKAGE}.methods.")} - SHARED_BY_METHODS
 
 
@@ -191,7 +191,7 @@ def test_asking_a_method_what_it_is_would_be_seen() -> None:
     assert {"SelectAll", "ApeAttention", "Method", "RecomputeAll"} <= parts
     source = """
 isinstance(query.method.select, tuple)
-isinstance(found, parts.SelectAll)
+isinstance(found, base.SelectAll)
 isinstance(found, (int, RecomputeAll))
 type(method.recompute) is str
 method.name == "ape"

@@ -19,7 +19,7 @@ from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import Checked, Positions, ProbedLayer, Update, overwrite
-from samkv_integrations.methods.parts import Fusion
+from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
