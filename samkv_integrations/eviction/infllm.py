@@ -44,8 +44,8 @@ class InfLLM(SparseEviction):
     summary: ClassVar[str] = "nothing dropped; each step attends to both ends and its best blocks"
 
     def __post_init__(self) -> None:
-        for option in ("first", "last", "block", "representatives"):
-            self._at_least(option, 1)
+        for option, least in (("first", 0), ("last", 0), ("block", 1), ("representatives", 1)):
+            self._at_least(option, least)
         if self.representatives > self.block:
             raise InvalidOption(
                 f"representatives={self.representatives} of {self.name!r}; a block has "

@@ -19,7 +19,7 @@ from samkv_integrations.cache.formats.quantise import (
 )
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
-from samkv_integrations.eviction import Quest
+from samkv_integrations.eviction import Quest, RetrievalAttention
 from samkv_integrations.eviction.base import SparseEviction
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.model import Model
@@ -227,6 +227,28 @@ def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax(bits: int, b
             case.mean_value(),
         )
         torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_a_rule_leaves_out_have_no_weight() -> None:
+    rule = RetrievalAttention(budget_ratio=1.0, first=3, last=5)
+    case = Case(5, 16, 20, rule=rule)
+    keys, values = case.held()
+    query, new = normal(1, HEADS, DIM), normal(2, 2, GROUPS, DIM)
+    logits = torch.tensor([logits_of_head(query, keys, head) for head in range(HEADS)])
+    chooser = rule.chooser(20, case.given.seen, case.given.context_slots)
+    chosen, _ = chooser.choose(query, logits.clone)
+    output = case.cache.attend(
+        0, query[None, :, None], new[0][None, :, None], new[1][None, :, None], SCALING
+    )
+    other_keys, other_values = case.others()
+    expected = slow_attention(
+        query,
+        torch.cat((keys[chosen], other_keys, new[:1])),
+        torch.cat((values[chosen], other_values, new[1:])),
+    )
+    torch.testing.assert_close(output[0, :, 0], expected, rtol=1e-5, atol=1e-5)
+    n_all = len(case.given.is_context)
+    assert case.cache.attended(0, case.given.is_context) == 20 < n_all - 12
 
 
 @pytest.mark.parametrize("bits", BITS)
