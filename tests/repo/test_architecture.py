@@ -138,14 +138,16 @@ def test_frameworks_stay_in_their_module() -> None:
             assert room(module) in owners, f"{module} may not import {imported}"
 
 
-SHARED_BY_METHODS = {f"{PACKAGE}.methods.{name}" for name in ("base", "scoring")}
-PAPERS = {m for m in SOURCES if m.startswith(f"{PACKAGE}.methods.")} - SHARED_BY_METHODS
+SHARED = {
+    f"{PACKAGE}.methods.base", f"{PACKAGE}.methods.scoring", f"{PACKAGE}.eviction.base",
+}  # fmt: skip
+ROOMS = (f"{PACKAGE}.methods.", f"{PACKAGE}.eviction.")
+PAPERS = {m for m in SOURCES if m.startswith(ROOMS)} - SHARED
 
 
 def test_papers_share_parts_only() -> None:
     for paper in PAPERS:
-        shared = {m for m in ours(paper) if m.startswith(f"{PACKAGE}.methods")}
-        assert shared <= SHARED_BY_METHODS, paper
+        assert {m for m in ours(paper) if m.startswith(ROOMS)} <= SHARED, paper
 
 
 def classes_of(module: str) -> set[str]:
@@ -171,24 +173,28 @@ def asked_what_they_are(source: ast.AST, parts: set[str]) -> list[int]:
             constants = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
             named = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "name"]
             is_text = any(isinstance(n.value, str) for n in constants)
-            if is_text and any(names_in(n.value) & subjects for n in named):
+            if is_text and any(names_in(n.value) & {*subjects, "rule"} for n in named):
                 lines.append(node.lineno)
     return sorted(lines)
 
 
-METHOD_MODULES = [m for m in SOURCES if m.startswith(f"{PACKAGE}.methods")]
+KINDS = {
+    name
+    for module in (*PAPERS, f"{PACKAGE}.methods.base", f"{PACKAGE}.methods.scoring")
+    for name in classes_of(module)
+}
+"""Methods' parts, and rules: all but the interfaces of rules, which the engine tells apart."""
 
 
-def test_no_method_is_asked_what_it_is() -> None:
-    """A new method is a file of its own and a row of the table: nothing else knows it by kind."""
-    parts = set().union(*map(classes_of, METHOD_MODULES))
-    for module in SOURCES.keys() - set(METHOD_MODULES):
-        assert not asked_what_they_are(tree(module), parts), module
+def test_no_method_and_no_rule_is_asked_what_it_is() -> None:
+    """A new one is a file of its own and a row of the table: nothing else knows it by kind."""
+    for module in SOURCES.keys() - PAPERS - SHARED:
+        if not module.startswith(f"{PACKAGE}.methods"):
+            assert not asked_what_they_are(tree(module), KINDS), module
 
 
 def test_asking_a_method_what_it_is_would_be_seen() -> None:
-    parts = set().union(*map(classes_of, METHOD_MODULES))
-    assert {"SelectAll", "ApeAttention", "Method", "RecomputeAll"} <= parts
+    assert {"SelectAll", "ApeAttention", "Method", "RecomputeAll", "Quest"} <= KINDS
     source = """
 isinstance(query.method.select, tuple)
 isinstance(found, base.SelectAll)
@@ -196,11 +202,14 @@ isinstance(found, (int, RecomputeAll))
 type(method.recompute) is str
 method.name == "ape"
 query.method.name in ("a3", "epic")
+isinstance(rule, Quest)
+rule.name == "quest"
+isinstance(rule, SparseEviction)
 isinstance(keep, Tensor)
 method.positions == "local"
 method.name == other.name
 """
-    assert asked_what_they_are(ast.parse(source), parts) == [2, 3, 4, 5, 6, 7]
+    assert asked_what_they_are(ast.parse(source), KINDS) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_nothing_stands_above_the_connectors() -> None:
