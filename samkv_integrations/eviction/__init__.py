@@ -14,10 +14,7 @@ from samkv_integrations.eviction.retrieval_attention import RetrievalAttention
 from samkv_integrations.eviction.sliding import H2O, SageKV, StreamingLLM
 from samkv_integrations.eviction.snapkv import PyramidKV, SnapKV
 
-__all__ = [
-    "EVICTIONS", "H2O", "Eviction", "InfLLM", "PyramidKV", "Quest", "RetrievalAttention", "SageKV",
-    "SnapKV", "StreamingLLM", "get_eviction",
-]  # fmt: skip
+__all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
 
 NO_EVICTION = "none"
 
