@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -134,8 +134,17 @@ class Eviction(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
+    at_least: ClassVar[Mapping[str, int]] = {}
+    """Name -> smallest value of the rule's own options that are whole numbers."""
 
     def __post_init__(self) -> None:
+        for option, least in self.at_least.items():
+            value = getattr(self, option)
+            if type(value) is not int or value < least:
+                raise InvalidOption(
+                    f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} "
+                    "on"
+                )
         tokens, ratio = self.budget_tokens, self.budget_ratio
         if (tokens is None) == (ratio is None):
             raise InvalidOption(
@@ -164,13 +173,6 @@ class Eviction(ABC):
             return self.budget_tokens
         assert self.budget_ratio is not None
         return max(self.min_tokens, math.floor(self.budget_ratio * n_tokens))
-
-    def _at_least(self, option: str, least: int) -> None:
-        value = getattr(self, option)
-        if type(value) is not int or value < least:
-            raise InvalidOption(
-                f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} on"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

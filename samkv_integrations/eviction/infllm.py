@@ -6,13 +6,13 @@ method `multi-infllm` is SamKV's baseline of that name: it chooses once, before 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction.base import Chooser, Logits, Seen, SparseEviction
 
 
@@ -24,7 +24,8 @@ class InfLLM(SparseEviction):
     score is the inner product of the step's query with the mean of their keys, summed over heads.
 
     first, last: context tokens at both ends that each step attends to; so are those that fill no
-    block. block: tokens of a block. representatives: of a block (4 in the paper).
+    block. block: tokens of a block. representatives: of a block (4 in the paper), or all of its
+    tokens if it has fewer.
 
     Deviations: the paper has 128 first and 4,096 last tokens, of the whole prompt, and blocks of
         128, for longer prompts; here first and last count context tokens, and tokens outside the
@@ -42,16 +43,9 @@ class InfLLM(SparseEviction):
     name: ClassVar[str] = "infllm"
     paper: ClassVar[str] = "arXiv 2402.04617"
     summary: ClassVar[str] = "nothing dropped; each step attends to both ends and its best blocks"
-
-    def __post_init__(self) -> None:
-        for option, least in (("first", 0), ("last", 0), ("block", 1), ("representatives", 1)):
-            self._at_least(option, least)
-        if self.representatives > self.block:
-            raise InvalidOption(
-                f"representatives={self.representatives} of {self.name!r}; a block has "
-                f"{self.block} tokens: give at most {self.block}, or a larger block"
-            )
-        super().__post_init__()
+    at_least: ClassVar[Mapping[str, int]] = {
+        "first": 0, "last": 0, "block": 1, "representatives": 1,
+    }  # fmt: skip
 
     @property
     def min_tokens(self) -> int:
@@ -66,7 +60,7 @@ class InfLLM(SparseEviction):
         blocks, slots = tokens[self.first : stop].view(n_blocks, -1), context[self.first : stop]
         given = torch.stack([w.sum(2).index_select(2, slots) for w in seen.weights()]).sum(0)
         of_blocks = given.view(*given.shape[:2], *blocks.shape)
-        places = of_blocks.topk(self.representatives).indices  # (G, H/G, blocks, representatives)
+        places = of_blocks.topk(min(self.representatives, self.block)).indices
         keys = seen.keys.index_select(0, slots).view(*blocks.shape, n_kv_heads, dim)
         keys = keys.permute(2, 0, 1, 3)[:, None].expand(-1, given.shape[1], -1, -1, -1)
         means = keys.gather(3, places[..., None].expand(-1, -1, -1, -1, dim)).float().mean(3)

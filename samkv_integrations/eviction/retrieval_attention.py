@@ -6,6 +6,7 @@ Liu et al.: Accelerating Long-Context LLM Inference via Vector Retrieval.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,11 +38,7 @@ class RetrievalAttention(SparseEviction):
     name: ClassVar[str] = "retrieval-attention"
     paper: ClassVar[str] = "arXiv 2409.10516"
     summary: ClassVar[str] = "nothing dropped; each step attends to both ends and its nearest keys"
-
-    def __post_init__(self) -> None:
-        self._at_least("first", 0)
-        self._at_least("last", 0)
-        super().__post_init__()
+    at_least: ClassVar[Mapping[str, int]] = {"first": 0, "last": 0}
 
     @property
     def min_tokens(self) -> int:

@@ -9,6 +9,7 @@ Inference.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,10 +42,7 @@ class StreamingLLM(DroppingEviction):
     paper: ClassVar[str] = "arXiv 2309.17453"
     summary: ClassVar[str] = "the first entries and the most recent ones, sliding"
     slides: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._at_least("sinks", 0)
-        super().__post_init__()
+    at_least: ClassVar[Mapping[str, int]] = {"sinks": 0}
 
     @property
     def min_tokens(self) -> int:

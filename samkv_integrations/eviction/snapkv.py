@@ -6,6 +6,7 @@ Compression based on Pyramidal Information Funneling.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -51,10 +52,10 @@ class SnapKV(DroppingEviction):
     paper: ClassVar[str] = "arXiv 2404.14469"
     summary: ClassVar[str] = "entries that the end of the prompt attends to, pooled; once"
     slides: ClassVar[bool] = False
+    at_least: ClassVar[Mapping[str, int]] = {"window": 1, "kernel": 1}
 
     def __post_init__(self) -> None:
-        self._at_least("window", 1)
-        self._at_least("kernel", 1)
+        super().__post_init__()
         if self.kernel % 2 == 0:
             raise InvalidOption(
                 f"kernel={self.kernel} of {self.name!r}; it must be odd, so that an entry is in "
@@ -65,7 +66,6 @@ class SnapKV(DroppingEviction):
                 f"pooling={self.pooling!r} of {self.name!r}; "
                 f"allowed: {', '.join(get_args(Pooling))}"
             )
-        super().__post_init__()
 
     @property
     def min_tokens(self) -> int:
@@ -112,10 +112,7 @@ class PyramidKV(SnapKV):
     name: ClassVar[str] = "pyramidkv"
     paper: ClassVar[str] = "arXiv 2406.02069"
     summary: ClassVar[str] = "snapkv with more entries in lower layers, fewer in higher ones"
-
-    def __post_init__(self) -> None:
-        self._at_least("beta", 1)
-        super().__post_init__()
+    at_least: ClassVar[Mapping[str, int]] = {"beta": 1, **SnapKV.at_least}
 
     def layer_budget(self, n_tokens: int, layer: int, n_layers: int) -> int:
         budget = self.budget(n_tokens)

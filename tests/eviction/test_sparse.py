@@ -113,7 +113,7 @@ def test_infllm_attends_to_the_blocks_of_the_slow_version(
 
 def test_infllm_with_blocks_of_one_token_takes_the_largest_products() -> None:
     """A token's own key represents it, whatever attends to it."""
-    rule = InfLLM(budget_ratio=0.5, first=0, last=0, block=1, representatives=1)
+    rule = InfLLM(budget_ratio=0.5, first=0, last=0, block=1)
     case = Case.of(3, 60, 1, (4, 2), 0.3)
     query = query_of(case, 0)
     expected = logits_of(case, query).sum(0).topk(20).indices.tolist()
@@ -125,7 +125,7 @@ def test_infllm_with_blocks_of_one_token_takes_the_largest_products() -> None:
     [
         (InfLLM, {"budget_tokens": 142}, "budget_tokens=142 of 'infllm'.* from 143 on"),
         (InfLLM, {"first": -1}, "first=-1 of 'infllm'"),
-        (InfLLM, {"block": 3}, "representatives=4 of 'infllm'; a block has 3 tokens"),
+        (InfLLM, {"representatives": 0}, "representatives=0 of 'infllm'"),
         (InfLLM, {"block": 0}, "block=0 of 'infllm'"),
         (RetrievalAttention, {"budget_tokens": 80}, "'retrieval-attention'.* from 81 on"),
         (RetrievalAttention, {"last": -1}, "last=-1 of 'retrieval-attention'"),
