@@ -193,25 +193,6 @@ def test_no_method_and_no_rule_is_asked_what_it_is() -> None:
             assert not asked_what_they_are(tree(module), KINDS), module
 
 
-def test_asking_a_method_what_it_is_would_be_seen() -> None:
-    assert {"SelectAll", "ApeAttention", "Method", "RecomputeAll", "Quest"} <= KINDS
-    source = """
-isinstance(query.method.select, tuple)
-isinstance(found, base.SelectAll)
-isinstance(found, (int, RecomputeAll))
-type(method.recompute) is str
-method.name == "ape"
-query.method.name in ("a3", "epic")
-isinstance(rule, Quest)
-rule.name == "quest"
-isinstance(rule, SparseEviction)
-isinstance(keep, Tensor)
-method.positions == "local"
-method.name == other.name
-"""
-    assert asked_what_they_are(ast.parse(source), KINDS) == [2, 3, 4, 5, 6, 7, 8, 9]
-
-
 def test_nothing_stands_above_the_connectors() -> None:
     """``llama_index`` belongs to nobody: one ``__init__.py`` there hides everyone else's part."""
     outside = [m for m in SOURCES if room(m) == "connectors" and not m.startswith(CONNECTORS)]
