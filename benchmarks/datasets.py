@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from samkv_integrations import evaluation
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
-from samkv_integrations.evaluation import questions
 
 SHORT = "short"
 DATA = Path(__file__).with_name("data")
@@ -24,7 +24,7 @@ SETS: Mapping[str, Path] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question(questions.Question):
+class Question(evaluation.Question):
     """A question of a data set.
 
     kind: of the question; the data set where it has no kinds.

@@ -34,8 +34,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import Request
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation.judge import is_right
-from samkv_integrations.evaluation.measures import kl
+from samkv_integrations.evaluation import is_right, kl
 from samkv_integrations.formatting import Row, commit
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option

@@ -20,7 +20,7 @@ from benchmarks.journal import ROWS
 from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation.judge import Paired
+from samkv_integrations.evaluation import Paired
 from samkv_integrations.formatting import Row
 
 FULL = "recompute"

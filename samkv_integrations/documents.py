@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,7 +40,7 @@ def read_text(path: Path) -> str:
 def read_document(path: Path, *, follows_links: bool = False) -> Document:
     """A document of one of `SUFFIXES`, whose text is UTF-8, as Markdown; pages of a PDF as text.
 
-    follows_links: else ``path`` must be a regular file when it is opened.
+    follows_links: whether ``path`` may be a symbolic link.
 
     Raises:
         InvalidOption: it is something else, or cannot be read.
@@ -67,29 +66,13 @@ def _converted(path: Path, file: BinaryIO) -> Document:
     about = StreamInfo(extension=suffix, charset="utf-8")
     try:
         found = convert(file, about)
-    except Exception as error:  # each of its libraries has errors of its own
-        why = str(error) or type(error).__name__  # one that is encrypted has no words
+    except Exception as error:  # each converter's library has its own errors
+        why = str(error) or type(error).__name__  # the error of an encrypted PDF has no message
         raise InvalidOption(f"{path} cannot be read as {suffix} ({why})") from error
-    pages, title = [found.markdown], found.title
+    pages = [found.markdown]
     if suffix == ".pdf":
-        pages, title = found.markdown.removesuffix("\f").split("\f"), _title_of_pdf(file)
-    return Document(pages=tuple(pages), title=" ".join((title or "").split()))
-
-
-def _title_of_pdf(file: BinaryIO) -> str:
-    """The title in a PDF's document information, which markitdown leaves out; "" for none."""
-    from pdfminer.pdfdocument import PDFDocument
-    from pdfminer.pdfparser import PDFParser
-    from pdfminer.pdftypes import PDFObjRef
-    from pdfminer.utils import decode_text
-
-    with suppress(Exception):  # what is damaged there must not keep the text from being read
-        for info in PDFDocument(PDFParser(file)).info:  # the newest first
-            title: Any = info.get("Title")
-            # once: a reference to itself would never end
-            if text := decode_text(title.resolve() if isinstance(title, PDFObjRef) else title):
-                return text
-    return ""
+        pages = found.markdown.removesuffix("\f").split("\f")
+    return Document(pages=tuple(pages), title=" ".join((found.title or "").split()))
 
 
 def _opened(path: Path, flags: int) -> BinaryIO:

@@ -14,15 +14,15 @@ Row = Mapping[str, Any]
 """One row of a table or of a JSON result: column -> value."""
 
 UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that act on a terminal, or reorder what is read there, in place of being shown: all
-controls but tab and line break, overrides of direction, and surrogates, which are no text."""
+"""Characters that a terminal acts on instead of showing: control characters except tab and line
+break, bidirectional overrides, and lone surrogates."""
 
 
 def visible(text: str) -> str:
     """A text as a terminal may show it: a replacement character for each of `UNSEEN`.
 
-    Texts of documents, answers and names of files are anybody's: an escape sequence in one could
-    colour, move or retitle a terminal, or make a user see what is not there.
+    Documents, answers and file names are untrusted: an escape sequence in one could retitle the
+    terminal, or fake output.
     """
     return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.chroma.client import client_of_server
 from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import FirstToken, Request
+from tests.support.chroma_server import HOST as CHROMA_HOST
 from tests.support.chroma_server import chroma_server
-from tests.support.live_server import LiveServer, live_server
-from tests.support.serve_process import serving_town
+from tests.support.live_server import LiveServer, live_server, serving_town
 from tests.support.steps import Steps
 from tests.support.telemetry import Told, listening
 
@@ -78,14 +79,23 @@ def no_exact_beginnings(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         monkeypatch.setattr(ChunkStore, "keeps_beginnings", False)
 
 
-@pytest.fixture(scope="module")
-def chroma_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Port of a Chroma server that the tests of a module share; each makes its own collections.
-
-    Not those of others: `sync` asks all collections of a database what they reference.
-    """
+@pytest.fixture(scope="session")
+def chroma_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Port of a Chroma server, which takes seconds to start."""
     with chroma_server(tmp_path_factory.mktemp("server") / "chroma") as port:
         yield port
+
+
+@pytest.fixture(scope="module")
+def chroma_port(chroma_server_of_all: int) -> Iterator[int]:
+    """Port of a Chroma server that the tests of a module share; each makes its own collections.
+
+    They are deleted: `sync` asks all collections of a database what they reference.
+    """
+    yield chroma_server_of_all
+    client = client_of_server(CHROMA_HOST, chroma_server_of_all)
+    for collection in client.list_collections():
+        client.delete_collection(collection.name)
 
 
 @pytest.fixture
@@ -141,6 +151,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def town_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where ``samkv serve`` answers on the sample documents, as the README starts it."""
+    """Where the sample documents are served, as by the README's ``samkv serve``."""
     with serving_town(tmp_path_factory.mktemp("town")) as address:
         yield address

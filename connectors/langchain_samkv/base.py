@@ -96,8 +96,8 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
 
     def _attach(self) -> None:
         super()._attach()
-        # LangChain copies an LLM by its fields, the engine among them, which arguments that load a
-        # model contradict. A token must not be kept either.
+        # LangChain copies an LLM by passing its fields to the constructor, the engine included;
+        # arguments that load a model would contradict that. They may also hold a hub token.
         self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
         assert self.max_tokens is not None  # `_check` has seen to it
         self._require_room(self.engine.model.context_window, max_tokens=self.max_tokens)
@@ -160,7 +160,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """Everything that an answer depends on: the key of caches of answers."""
+        """Everything that an answer depends on; LangChain's caches of answers use it as the key."""
         always = {name: value for name, value in self._always.items() if name != "timeout"}
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}
@@ -198,7 +198,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
             return super().get_token_ids(text)
         return self.engine.model.tokenize(text, special=True)
 
-    # -- the one way to an answer ---------------------------------------------------------------
+    # -- calls of the engine ---------------------------------------------------------------------
 
     @property
     def _always(self) -> dict[str, Any]:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 DEFAULT_NAME = "langchain"
 Where = dict[str, Any]
-_OPEN_TWICE = "(a database that this process has open in another way can be given as client)"
+_OPEN_TWICE = "(if this process has already opened the database, give that client as client=)"
 
 
 class _Keyless(Collection):
-    """A collection whose results omit the keys of caches, and whose errors are ours."""
+    """A collection that removes cache keys from results, and raises errors of this package."""
 
     def get(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with chroma_errors(f"collection {self.name!r} refused to be read"):

@@ -43,7 +43,7 @@ from reference_model.world import World
 from samkv_integrations.engine.chunk_prefix import PrefixPolicy
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.evaluation.measures import exact_match
+from samkv_integrations.evaluation import exact_match
 from samkv_integrations.formatting import commit
 from samkv_integrations.methods import get_method
 from samkv_integrations.model.loading import load_model

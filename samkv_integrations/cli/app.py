@@ -14,30 +14,24 @@ import typer.core
 from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import store
+from samkv_integrations.cli.arguments import refuse_removed
 from samkv_integrations.cli.ask import ask, inspect, methods
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest, remove
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
 from samkv_integrations.cli.tune import tune
-from samkv_integrations.errors import InvalidOption, SamkvError
+from samkv_integrations.errors import SamkvError
 
 USER_ERROR = 2
 """Exit code of an error of the user."""
-
-_REMOVED = {
-    "adapt": "ingest as it is: chunks are prefilled after made-up documents (prefix='documents')",
-    "plan": "docs/scale.md has the sizes and times that it worked out",
-}
-"""Command that was removed -> what takes its place."""
 
 
 class _Commands(typer.core.TyperGroup):
     """Shows a `SamkvError` as one line in place of a traceback."""
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # noqa: ANN401
-        if args and args[0] in _REMOVED:
-            raise InvalidOption(f"'samkv {args[0]}' was removed; {_REMOVED[args[0]]}")
+        refuse_removed((f"samkv {' '.join(args[:1])}", f"samkv {' '.join(args[:2])}"))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401

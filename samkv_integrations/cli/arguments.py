@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,9 +25,34 @@ from samkv_integrations.engine.options import (
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.option import declared
 
+REMOVED = {
+    "samkv adapt": "ingest as usual, with the default prefix='documents'",
+    "samkv store warm": "read the files: 'cat .samkv/kv/*/*/*.safetensors > /dev/null'",
+    "samkv plan": "docs/scale.md has the sizes and times that it worked out",
+    "--check": "run 'samkv tune --no-write' with questions that are new",
+    "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
+    "--seed": "the order of questions is fixed; change the file for other ones",
+    "--min-replicas": "the number of replicas is fixed; give --replicas",
+    "--max-replicas": "the number of replicas is fixed; give --replicas",
+    "--route": "put a proxy that hashes 'x-session-id' before several servers",
+}
+"""Removed command or option -> what takes its place."""
+
+
+def refuse_removed(words: Iterable[str]) -> None:
+    """Raises InvalidOption for a command or an option that was removed."""
+    for word in words:
+        name = word.partition("=")[0]
+        if name in REMOVED:
+            raise InvalidOption(f"{name!r} was removed; {REMOVED[name]}")
+
 
 class Command(typer.core.TyperCommand):
     """A command whose errors name the flag that was given, where the library names the argument."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        refuse_removed(word for word in args if word.startswith("--"))
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:
@@ -97,17 +122,6 @@ def _option(help: str, *names: str, **more: Any) -> Any:  # noqa: ANN401
     return typer.Option(*names, help=help, **more)
 
 
-def _count(help: str, *names: str) -> Any:  # noqa: ANN401
-    """An option of at least 1, checked before a model is loaded."""
-
-    def checked(param: typer.CallbackParam, value: int) -> int:
-        if value < 1:
-            raise InvalidOption(f"{'/'.join(param.opts)} {value}; give at least 1")
-        return value
-
-    return _option(help, *names, callback=checked)
-
-
 def _described(options: type, name: str, unset: str = "") -> str:
     """The description of an option of the library. unset: another default than its own."""
     option = declared(options)[name][1]
@@ -125,8 +139,7 @@ SameDtype = Annotated[
 ]
 Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
-CacheBits = Annotated[int | None, _option(_described(CacheOptions, "store_bits"), "--store-bits")]
-SameBits = Annotated[
+StoreBits = Annotated[
     int | None,
     _option(
         _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"),
@@ -157,7 +170,7 @@ Chat = Annotated[
         "Use the model's chat template. Default: yes, except for 'builtin'.", "--chat/--no-chat"
     ),
 ]
-TopK = Annotated[int, _count("Chunks to retrieve.")]
+TopK = Annotated[int, _option("Chunks to retrieve.", min=1)]
 MethodName = Annotated[
     str | None, _option("See 'samkv methods'. Default: as tuned, else auto.", "--method")
 ]
@@ -174,7 +187,7 @@ EvictionBudget = Annotated[
     float | None, _option("Share of the prompt's KV entries that eviction keeps.", hidden=True)
 ]
 MaxNewTokens = Annotated[
-    int, _count("Most tokens of the answer.", "--max-new-tokens", "--max-tokens")
+    int, _option("Most tokens of the answer.", "--max-new-tokens", "--max-tokens", min=1)
 ]
 RayAddress = Annotated[
     str | None,
@@ -217,24 +230,20 @@ ForgetBeginnings = Annotated[
     bool, _option("Delete the exact beginnings of the namespace; questions make new ones.")
 ]
 Grace = Annotated[float, _option("Keep unused caches younger than this many seconds.", "--grace")]
-Prune = Annotated[bool, _option("Delete caches that no record uses.")]
-Build = Annotated[bool, _option("Cache the chunks without a cache.")]
 Repair = Annotated[bool, _option("Delete damaged caches.", "--repair")]
 Budget = Annotated[
     str | None, _option("A size such as 20GB, or none. Default: show the limit.", "--max-bytes")
 ]
 BudgetNamespace = Annotated[str | None, _option("Limit this namespace only.", "--namespace")]
-WarmBytes = Annotated[str | None, _option("Most bytes to read, such as 4GB.", "--bytes")]
+PullBytes = Annotated[str | None, _option("Most bytes to fetch, such as 4GB.", "--bytes")]
 
 # -- of ask, inspect and methods ----------------------------------------------------------------
 AsMarkdown = Annotated[bool, _option("Write the table of docs/methods.md.")]
-InspectedQuestion = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
+QuestionText = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
 HtmlPage = Annotated[Path | None, _option("Also write a web page to this file.", "--html")]
 ShownLayer = Annotated[
     int | None, _option("Show the tokens of this layer. Default: of any layer.", "--layer")
 ]
-QuestionText = Annotated[str | None, typer.Argument(help="What to ask.")]
-QuestionFile = Annotated[Path | None, _option("JSON Lines file of questions (question, answers).")]
 Compare = Annotated[str, _option("Methods to compare: NAME,NAME,...")]
 
 # -- of serve -----------------------------------------------------------------------------------
@@ -272,40 +281,24 @@ LogPrompts = Annotated[bool, _option("Log prompts.", "--log-prompts", hidden=Tru
 ServedOnRay = Annotated[
     bool, _option("Use several replicas on Ray, each of which loads the model.", "--ray")
 ]
-Replicas = Annotated[int | None, _option("Replicas at the start. [default: 2]", min=1, hidden=True)]
-MinReplicas = Annotated[int | None, _option("Fewest replicas.", min=1, hidden=True)]
-MaxReplicas = Annotated[int | None, _option("Most replicas.", min=1, hidden=True)]
+Replicas = Annotated[int | None, _option("Number of replicas. [default: 2]", min=1, hidden=True)]
 ReplicaCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
 ReplicaGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
-Route = Annotated[
-    str | None, _option("Route requests by load, or by collection. [default: load]", hidden=True)
-]
 
 # -- of doctor and quickstart -------------------------------------------------------------------
-DoctorQuestions = Annotated[
-    Path | None,
-    _option("Your JSON Lines file: question, answers, documents.", "--questions"),
-]
 CostFolder = Annotated[
     Path | None,
     _option("Keep the measured times beside the caches here.", "--dir", resolve_path=True),
 ]
 SampleFolder = Annotated[
-    Path | None, _option("Folder of documents. Default: samples that suit the model.")
-]
-SampleQuestions = Annotated[
-    Path | None, _option("Questions about them. Default: questions.jsonl in that folder.")
+    Path | None,
+    _option("Folder of documents and questions.jsonl. Default: samples that suit the model."),
 ]
 
 # -- of tune ------------------------------------------------------------------------------------
+TuneQuestions = Annotated[
+    Path, _option("JSON Lines file: question, answers, and documents if they are known.")
+]
 Lose = Annotated[float, _option("Accepted loss of right answers against full prefill, in points.")]
 Minutes = Annotated[float, _option("Most minutes of measuring.")]
-Seed = Annotated[int, _option("Seed of the order of questions.")]
-MostQuestions = Annotated[int, _count("Most questions.")]
-CheckWritten = Annotated[
-    bool, _option("Measure the written setting on all these questions.", "--check")
-]
 Writes = Annotated[bool, _option("Write the setting beside the caches.", "--write/--no-write")]
-FallBack = Annotated[
-    bool, _option("Write full prefill if no setting is good enough.", "--fall-back")
-]

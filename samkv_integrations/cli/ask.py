@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,68 +13,101 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, eviction_of, given_methods, words
 from samkv_integrations.engine.options import OwnEngineOptions
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.formatting import Row, percent, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.engine.stream import Answer
     from samkv_integrations.inspection import Inspection
+
+TIMES = ("ttft", "answer")
+"""What is compared with full prefill: seconds to the first token, and to the last."""
 
 
 def ask(
-    index: Index, options: OwnEngineOptions,
-    question: args.QuestionText = None, questions: args.QuestionFile = None,
+    index: Index, options: OwnEngineOptions, question: args.QuestionText,
     collection: args.Collection = "documents", top_k: args.TopK = 4,
     method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
     max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Answer a question from the ingested chunks."""
-    from tqdm.auto import tqdm
-
-    from samkv_integrations.chroma.link import nearest
-    from samkv_integrations.cli.answers import answer_row, with_ratios
-    from samkv_integrations.evaluation.questions import question_of, read_questions
-
-    if (question is None) == (questions is None):
-        raise InvalidOption("give either a question or --questions FILE")
-    wanted = read_questions(questions) if questions else [question_of(question or "")]
+    _require_text(question)
     methods = given_methods(words(compare or method or ""), settings or [])
     rule = eviction_of(eviction, eviction_budget)
     (link,) = index.links([collection], **options)
-    engine, rows, sources, texts = link.engine, list[Row](), list[str](), list[str]()
-    for one in tqdm(wanted, desc="asking", disable=questions is None):
-        found = nearest(link, one.question, top_k)
-        texts, sources = [each.text for each in found], [each.source for each in found]
-        in_chat = engine.model.asks_in_chat if chat is None else chat
-        prompt = replace(one, documents=tuple(texts)).prompt(chat=in_chat)
-        if one is wanted[0] and len(methods) > 1:  # the first pass of a process is slow
-            engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
-        answered: list[Row] = []
-        for each in methods or [engine.method]:
-            if len(methods) > 1:  # so that none reuses the prefix of another
-                engine.prefixes.clear()
-            answer = engine.generate(
-                prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
-            )
-            answered.append(answer_row(one, answer.text, sources, answer.report))
-        rows += with_ratios(answered)
+    engine = link.engine
+    texts, sources, prompt = retrieved(link, question, top_k, chat)
+    is_compared = len(methods) > 1
+    if is_compared:  # the first pass of a process is slow
+        engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
+    rows = list[Row]()
+    for each in methods or [engine.method]:
+        if is_compared:  # so that none reuses the prefix of another
+            engine.prefixes.clear()
+        answer = engine.generate(
+            prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
+        )
+        rows.append({"question": question, "sources": sources, **answer_row(answer)})
     if as_json:
-        tables.write_json("ask", engine.model.name, rows)
+        tables.write_json("ask", engine.model.name, with_ratios(rows))
         return
     out = tables.console()
-    if questions:
-        out.print(tables.summary_table(rows))
+    if is_compared:
+        out.print(tables.comparison_table(with_ratios(rows)))
     else:
-        out.print(tables.comparison_table(rows) if len(rows) > 1 else rows[0]["answer"])
-        out.print(tables.sources_table(sources, texts))
-    if len(rows) == 1:
-        out.print("\n".join(tables.report_lines(rows[0])))
+        out.print(rows[0]["answer"])
+    out.print(tables.sources_table(sources, texts))
+    if not is_compared:
+        out.print(str(answer.report), soft_wrap=True)
+
+
+def answer_row(answer: Answer) -> dict[str, Any]:
+    """An answer with its report, and ``answer_s``, the seconds to its last token."""
+    report = answer.report
+    steps, per_s = report.completion_tokens - 1, report.decode_tokens_per_s
+    answer_s = report.ttft_s + (steps / per_s if per_s else 0.0)
+    return {"answer": answer.text.strip(), **report.to_dict(), "answer_s": answer_s}
+
+
+def with_ratios(rows: Sequence[Row]) -> Sequence[Row]:
+    """Rows of one question, with ratios to the times of full prefill if it is among them."""
+    full = next((row for row in rows if row["method"] == "recompute"), None)
+    if full is None:
+        return rows
+    return [
+        {**row, **{f"{name}_ratio": row[f"{name}_s"] / full[f"{name}_s"] for name in TIMES}}
+        for row in rows
+    ]
+
+
+def _require_text(question: str) -> None:
+    """Raises EmptyInput for a blank question, before a model is loaded."""
+    if not question.strip():
+        raise EmptyInput("the question is empty; say what to ask")
+
+
+def retrieved(
+    link: ChromaLink, question: str, top_k: int, chat: bool | None
+) -> tuple[list[str], list[str], str | list[dict[str, str]]]:
+    """Texts and sources of the nearest chunks, and the prompt that asks about them.
+
+    chat: whether the prompt goes through the chat template; None for the model's default.
+    """
+    from samkv_integrations.chroma.link import nearest
+    from samkv_integrations.prompt.rag_template import rag_prompt
+
+    found = nearest(link, question, top_k)
+    texts = [one.text for one in found]
+    in_chat = link.engine.model.asks_in_chat if chat is None else chat
+    return texts, [one.source for one in found], rag_prompt(question, texts, chat=in_chat)
 
 
 def inspect(
-    index: Index, options: OwnEngineOptions, question: args.InspectedQuestion,
+    index: Index, options: OwnEngineOptions, question: args.QuestionText,
     collection: args.Collection = "documents", top_k: args.TopK = 4,
     method: args.MethodName = None, settings: args.Settings = None,
     eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
@@ -82,29 +115,25 @@ def inspect(
     html: args.HtmlPage = None, layer: args.ShownLayer = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Show which tokens of the chunks an answer kept, recomputed and dropped."""
-    from samkv_integrations.chroma.link import nearest
-    from samkv_integrations.evaluation.questions import question_of
     from samkv_integrations.inspection import inspect as inspect_answer
 
-    asked = question_of(question)
+    _require_text(question)
     chosen = [*given_methods([method] if method else [], settings or []), None][0]
     rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
     (link,) = index.links([collection], **options)
-    engine, found = link.engine, nearest(link, asked.question, top_k)
-    asked = replace(asked, documents=tuple(one.text for one in found))
-    prompt = asked.prompt(chat=engine.model.asks_in_chat if chat is None else chat)
+    texts, sources, prompt = retrieved(link, question, top_k, chat)
+    names = {text.strip(): Path(one).name for text, one in zip(texts, sources, strict=True)}
     seen = inspect_answer(
-        engine, prompt, asked.documents, method=chosen, eviction=rule,
-        max_new_tokens=max_new_tokens, title=asked.question,
-        names={one.text.strip(): Path(one.source).name for one in found},
+        link.engine, prompt, texts, method=chosen, eviction=rule, max_new_tokens=max_new_tokens,
+        title=question, names=names,
     )  # fmt: skip
     seen.state_at(layer)  # raises for a wrong layer before a page is written
     if html is not None:
         seen.save_html(html)
     if as_json:
-        tables.write_json("inspect", engine.model.name, [seen.to_dict()])
+        tables.write_json("inspect", link.engine.model.name, [seen.to_dict()])
         return
     show(seen, layer, tables.console())
     if html is not None:

@@ -14,25 +14,23 @@ CHECK_FAILED = 1
 
 def doctor(
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    folder: args.CostFolder = None, questions: args.DoctorQuestions = None,
-    as_json: args.Json = False,
+    folder: args.CostFolder = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
 
-    It says which --store-bits to take, when full prefill is faster, and how many answers of each
-    method are right.
+    It says which --store-bits to take, and when full prefill is faster. 'samkv tune' counts right
+    answers.
     """
     from tqdm.auto import tqdm
 
     from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.evaluation.checkup import checkup, given_questions
+    from samkv_integrations.engine.doctor import examine
     from samkv_integrations.model.loading import load_model
 
-    asked = None if questions is None else given_questions(questions)
     use_threads_for(model)  # times of another number of threads would not be found again
     loaded = load_model(model, device=device, dtype=dtype)
     store = None if folder is None else ChunkStore(folder / "kv")
-    checks = list(tqdm(checkup(loaded, store, asked), desc="checking", unit="check", leave=False))
+    checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]
     if as_json:
         tables.write_json("doctor", model, [check.to_row() for check in checks])

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from samkv_integrations.cli.loading import (
     Index,
     Ingested,
     bytes_of,
+    ray_pool,
     remember,
-    require_no_ray,
     require_own_records,
     require_same,
     store_in,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
-    from samkv_integrations.cluster import ClusterIngest
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -44,34 +43,7 @@ SOME_UNREADABLE = 1
 
 SHOWN_SKIPPED = 10
 
-_NAME = "its name is not UTF-8"
 _LINK = "a symbolic link in a folder is not followed; name what it leads to"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentChunk:
-    """A chunk of a document.
-
-    source: absolute path of the file. number: of the chunk in the file, from 0. page: of a PDF,
-    from 1. title: "" if unknown.
-    """
-
-    source: str
-    number: int
-    text: str
-    page: int | None = None
-    title: str = ""
-
-    @property
-    def id(self) -> str:
-        """Id of the record; the same in every ingest."""
-        return f"{self.source}#{self.number}"
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Metadata of the record."""
-        more = {"page": self.page, "title": self.title}
-        return {"source": self.source} | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +69,21 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """The chunks of documents. sources: all documents that were read, also without text."""
+    """The chunks of documents, as ids, texts and metadata of records.
 
-    chunks: Sequence[DocumentChunk]
-    sources: Sequence[str]
-    skipped: Sequence[Skipped]
+    An id is ``PATH#NUMBER``, the same in every ingest. sources: all documents that were read, also
+    those without text.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
 
 
 def ingest(
-    paths: args.Paths, index: Index,
-    collection: args.Collection = "documents", store_bits: args.CacheBits = None,
+    paths: args.Paths, index: Index, collection: args.Collection = "documents",
     chunk_size: args.ChunkSize = 512, max_bytes: args.IngestBudget = None,
     on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
     workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
@@ -114,30 +91,17 @@ def ingest(
 ) -> None:  # fmt: skip
     """Read documents, and cache the KV entries of their chunks.
 
-    Links in folders are not followed. Exit code 1 if a document cannot be read, or a chunk cannot
-    be cached; the others are ingested.
+    --store-bits 8 or 16 keeps finer caches than 4 bits. Links in folders are not followed. Exit
+    code 1 if a document cannot be read, or a chunk cannot be cached; the others are ingested.
     """
     from samkv_integrations.cache.windows import MIN_RUN
     from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster import ModelSource, WorkerPool, add_on_ray
-    from samkv_integrations.cluster.workers import require_ray
+    from samkv_integrations.cluster import ModelSource, add_on_ray
     from samkv_integrations.embedding import HashingEmbedding
 
     check_name(collection)
-    pool = None
-    if on_ray:
-        require_ray()
-        pool = WorkerPool(
-            n_workers=workers or 2, n_cpus=worker_cpus or 1, n_gpus=worker_gpus or 0.0,
-            address=ray_address,
-        )  # fmt: skip
-    else:
-        given = {
-            "--ray-address": ray_address, "--workers": workers, "--worker-cpus": worker_cpus,
-            "--worker-gpus": worker_gpus,
-        }  # fmt: skip
-        require_no_ray(given, "workers")
+    pool = ray_pool(on_ray, "worker", ray_address, workers, worker_cpus, worker_gpus)
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
@@ -147,9 +111,9 @@ def ingest(
     model = before.model
     # where workers compute, this process only reads texts
     here = index if pool is None else replace(index, device="cpu")
-    engine = here.engine(replace(before, store_bits=store_bits), limit)
+    engine = here.engine(before, limit)
     read = read_chunks(found.files, engine.model, chunk_size)
-    if not read.chunks:
+    if not read.texts:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
             _delete_outdated(ChromaLink(database.collection(collection), engine), read)
         why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
@@ -160,13 +124,11 @@ def ingest(
         folder, engine.store, place,
         Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
     )  # fmt: skip
-    ids, texts = [chunk.id for chunk in read.chunks], [chunk.text for chunk in read.chunks]
-    embeddings = HashingEmbedding().embed(texts)
-    rows = [chunk.metadata for chunk in read.chunks]
-    done: IngestResult | ClusterIngest
-    failed: list[dict[str, Any]] = []
+    records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
+    done: IngestResult
+    failed: list[dict[str, str]] = []
     if pool is None:
-        done = link.add(ids, texts, embeddings, rows, progress=True)
+        done = link.add(*records, progress=True)
     else:
         source = ModelSource(
             model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
@@ -174,70 +136,61 @@ def ingest(
             kv_remote=index.remote,
         )  # fmt: skip
         with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends
-            done = add_on_ray(
-                link, source, ids, texts, embeddings, rows, pool=pool, progress=True
-            )  # fmt: skip
-        failed = [
-            {"path": read.chunks[at].source, "number": read.chunks[at].number, "why": why}
-            for at, why in done.failed.items()
-        ]
+            by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
+        done = by_workers
+        failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
     _delete_outdated(link, read)
 
     skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
-    left_out += [f"not ingested: {one['path']}#{one['number']}: {one['why']}" for one in failed]
-    n_short = sum(len(engine.model.tokenize(text, special=False)) < MIN_RUN for text in texts)
-    for line in left_out[:SHOWN_SKIPPED]:
-        out.print(line, soft_wrap=True)
+    left_out += [f"not ingested: {one['id']}: {one['why']}" for one in failed]
+    notes = left_out[:SHOWN_SKIPPED]
     if len(left_out) > SHOWN_SKIPPED:
-        out.print(f"{len(left_out)} files and chunks were left out in all; --json names each")
+        notes.append(f"{len(left_out)} files and chunks were left out in all; --json names each")
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
-        out.print(f"files of other kinds were left out: {kinds}", soft_wrap=True)
-    if n_short:
-        short = f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens: a prompt computes such"
-        out.print(
-            f"{short} text anew; give longer documents, or a larger --chunk-size", soft_wrap=True
+        notes.append(f"files of other kinds were left out: {kinds}")
+    n_tokens = [len(engine.model.tokenize(text, special=False)) for text in read.texts]
+    if n_short := sum(n < MIN_RUN for n in n_tokens):
+        notes.append(
+            f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens, too short to be reused; "
+            "give longer documents, or a larger --chunk-size"
         )
-    n_read = len({chunk.source for chunk in read.chunks})
+    for line in notes:
+        out.print(line, soft_wrap=True)
+    n_read = len({row["source"] for row in read.rows})
     if as_json:
         row = {"files": n_read, **asdict(done), "collection": collection}
         row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
         tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
     else:
-        out = tables.console()
-        out.print(
+        lines = [
             f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-            f"{collection!r}: {done.n_cached} prefilled by {model}, "
-            f"{done.n_hit} already cached"
-        )
-        out.print(
-            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added"
-        )
-        if n_released := getattr(done, "n_released", 0):  # which workers do not count
-            out.print(
-                f"{count(n_released, 'cache')} deleted that the records had before, of other texts "
-                "or another model", soft_wrap=True,
-            )  # fmt: skip
+            f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
+            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added",
+        ]
+        if done.n_released:
+            lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")
         if done.n_evicted:
-            out.print(
-                f"{done.n_evicted} of these chunks had to make room again, and will be computed "
-                "when they are asked for; 'samkv store budget' gives more room"
+            lines.append(
+                f"{done.n_evicted} of these chunks were evicted again, for want of room; 'samkv "
+                "store budget' gives more"
             )
+        tables.console().print("\n".join(lines), soft_wrap=True)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
-    """Delete records and caches of chunks that the files no longer contain."""
-    where: Any = {"source": {"$in": list(read.sources)}}
+    """Delete records and caches of chunks that the documents no longer contain."""
+    where: Any = {"source": {"$in": read.sources}}
     held = link.collection.get(where=where, include=[])["ids"]
-    if outdated := sorted(set(held) - {chunk.id for chunk in read.chunks}):
+    if outdated := sorted(set(held) - set(read.ids)):
         link.delete(ids=outdated)
 
 
 class _StoreAlone:
-    """Stands in for an engine where a link only deletes, which needs no model."""
+    """Replaces the engine of a link that only deletes, so that no model is loaded."""
 
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
@@ -303,50 +256,35 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
         InvalidOption: a path does not exist, or is no regular file.
         EmptyInput: there is no document.
     """
-    found: set[Path] = set()
-    skipped: list[Skipped] = []
-    others = Counter[str]()
+    found, skipped, others = set[Path](), list[Skipped](), Counter[str]()
+
+    def skip(file: Path, why: str, *, is_failure: bool = False) -> None:
+        skipped.append(Skipped(path=file, why=why, is_failure=is_failure))
 
     def unreadable(error: OSError) -> None:
-        why = f"it cannot be read: {error.strerror}"
-        skipped.append(Skipped(path=Path(str(error.filename)), why=why, is_failure=True))
+        skip(Path(str(error.filename)), f"it cannot be read: {error.strerror}", is_failure=True)
 
     for path in paths:
-        if not path.is_dir():
-            if not path.exists():
-                raise InvalidOption(f"{path} does not exist; give files or folders of documents")
-            if path.suffix.lower() not in SUFFIXES:  # as of a shell's *
+        if not path.exists():
+            raise InvalidOption(f"{path} does not exist; give files or folders of documents")
+        below = _below(path, leave_out, unreadable) if path.is_dir() else [path]
+        for file in below:
+            is_named, kind = file is path, file.suffix.lower()
+            if file.is_symlink() and not is_named and (kind in SUFFIXES or file.is_dir()):
+                skip(file, _LINK)
+            elif kind not in SUFFIXES and is_named:  # as of a shell's *
                 why = f"it is not a document; known kinds: {', '.join(SUFFIXES)}"
-                skipped.append(Skipped(path=path, why=why, is_failure=True))
-            elif not path.is_file():
+                skip(file, why, is_failure=True)
+            elif kind not in SUFFIXES:
+                others[kind or file.name] += 1
+            elif not file.is_file() and is_named:
                 raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
-            elif not _is_utf_8(path):
-                skipped.append(Skipped(path=path, why=_NAME, is_failure=True))
+            elif not file.is_file():
+                skip(file, "it is no regular file")
+            elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # ids of records are text
+                skip(file, "its name is not UTF-8", is_failure=True)
             else:
-                found.add(path.resolve())
-            continue
-        for root, folders, names in os.walk(path, onerror=unreadable):  # which follows no links
-            here = Path(root)
-            folders[:] = sorted(
-                name for name in folders
-                if not name.startswith(".")
-                and not (leave_out and (here / name).resolve() == leave_out.resolve())
-            )  # fmt: skip
-            shown = [here / name for name in names if not name.startswith(".")]
-            documents = [file for file in shown if file.suffix.lower() in SUFFIXES]
-            kinds = (file.suffix.lower() or file.name for file in shown)
-            others.update(kind for kind in kinds if kind not in SUFFIXES)
-            for file in [*(here / name for name in folders), *documents]:
-                if file.is_symlink():
-                    skipped.append(Skipped(path=file, why=_LINK))
-                elif file.is_dir():
-                    continue
-                elif not file.is_file():
-                    skipped.append(Skipped(path=file, why="it is no regular file"))
-                elif not _is_utf_8(file):
-                    skipped.append(Skipped(path=file, why=_NAME, is_failure=True))
-                else:
-                    found.add(file.resolve())
+                found.add(file.resolve())
     if not found:
         raise EmptyInput(
             f"no document ({', '.join(SUFFIXES)}) in {', '.join(map(str, paths))}"
@@ -356,9 +294,16 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
     return Found(files=sorted(found), skipped=list(dict.fromkeys(skipped)), others=others)
 
 
-def _is_utf_8(file: Path) -> bool:
-    """Whether the path is valid text, as ids of records must be."""
-    return not re.search(r"[\ud800-\udfff]", str(file.resolve()))
+def _below(
+    folder: Path, leave_out: Path | None, onerror: Callable[[OSError], None]
+) -> Iterator[Path]:
+    """Files in a folder, and links to folders. Hidden ones are ignored, and links not followed."""
+    for root, folders, names in os.walk(folder, onerror=onerror):
+        here = [Path(root, name) for name in sorted(folders) if not name.startswith(".")]
+        kept = [each for each in here if not leave_out or each.resolve() != leave_out.resolve()]
+        folders[:] = [each.name for each in kept]
+        yield from (each for each in kept if each.is_symlink())
+        yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
 def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
@@ -372,43 +317,40 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
     if chunk_size < 1:
         raise InvalidOption(f"chunk size {chunk_size}; it must be at least 1 token")
-    chunks: list[DocumentChunk] = []
-    sources: list[str] = []
-    skipped: list[Skipped] = []
+    read = Read()
     for file in files:
         try:
             document = read_document(file)
         except (InvalidOption, MissingExtra) as error:
             said = str(error)
             why = f"it {said.removeprefix(f'{file} ')}" if said.startswith(str(file)) else said
-            skipped.append(Skipped(path=file, why=why, is_failure=True))
+            read.skipped.append(Skipped(path=file, why=why, is_failure=True))
             continue
-        sources.append(str(file))
+        source = str(file)
+        read.sources.append(source)
         parts = [
             (number, part)
             for number, page in enumerate(document.pages, start=1)
-            for part in _parts(file, normalise(page), model, chunk_size)
+            for part in split(normalise(page), file.suffix, model, chunk_size)
         ]
         if not parts:
-            skipped.append(Skipped(path=file, why="it holds no text"))
-        has_pages = len(document.pages) > 1
-        chunks += [
-            DocumentChunk(
-                source=str(file), number=n, text=part, page=page if has_pages else None,
-                title=document.title,
-            )
-            for n, (page, part) in enumerate(parts)
-        ]  # fmt: skip
-    if not sources:
-        first = skipped[0]
+            read.skipped.append(Skipped(path=file, why="it holds no text"))
+        title = {"title": document.title} if document.title else {}
+        for number, (page, part) in enumerate(parts):
+            read.ids.append(f"{source}#{number}")
+            read.texts.append(part)
+            paged = {"page": page} if len(document.pages) > 1 else {}
+            read.rows.append({"source": source, **paged, **title})
+    if not read.sources:
+        first = read.skipped[0]
         raise InvalidOption(
             f"of {count(len(files), 'document')} none can be read; {first.path}: {first.why}"
         )
-    return Read(chunks=chunks, sources=sources, skipped=skipped)
+    return read
 
 
-def _parts(file: Path, body: str, model: Model, chunk_size: int) -> list[str]:
-    """The chunks of a page; empty if it has no text."""
+def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
+    """The chunks of a page of a file with this suffix; none if it has no text."""
     from samkv_integrations.cache.chunk import normalise
 
     if len(model.tokenize(body, special=False)) <= chunk_size:
@@ -417,6 +359,6 @@ def _parts(file: Path, body: str, model: Model, chunk_size: int) -> list[str]:
         from semantic_text_splitter import MarkdownSplitter, TextSplitter
     except ImportError as error:
         raise MissingExtra.of("semantic-text-splitter", "chroma") from error
-    kind = TextSplitter if file.suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
+    kind = TextSplitter if suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
     splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size)
     return list(filter(None, map(normalise, splitter.chunks(body))))

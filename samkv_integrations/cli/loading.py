@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.store import Store
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.cluster.workers import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.eviction import Eviction
     from samkv_integrations.methods import Method
@@ -108,40 +109,13 @@ def use_threads_for(model: str) -> None:
         torch.set_num_threads(1)
 
 
-def engine_of(
-    model: str, store: Path, device: str = "auto", dtype: str = "auto",
-    store_bits: int | None = None, max_bytes: int | None = None, namespace: str = "",
-    remote: str | None = None,
-    **options: Any,  # noqa: ANN401  (of `Engine`, which refuses others)
-) -> Engine:  # fmt: skip
-    """An engine over the chunk caches in the folder ``store``, which is created if necessary.
-
-    max_bytes: most bytes of the caches from now on; None for the limit that was set before.
-    remote: where machines share them. options: other options of an `Engine`.
-    """
-    from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.engine.engine import Engine
-
-    options["store_bits"] = store_bits
-    check_options(EngineOptions, options)  # before a folder is made
-    use_threads_for(model)
-    opened = ChunkStore(store, namespace=namespace, max_bytes=max_bytes, remote=remote)
-    return Engine.from_pretrained(model, opened, device=device, dtype=dtype, **options)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ingested:
-    """The settings of an ingest. path: absolute path of a model in a folder, else ""."""
+    """The settings of an ingest. model: an absolute path if it is a file or a folder."""
 
     model: str = BUILTIN
     dtype: str = "auto"
     store_bits: int | None = None
-    path: str = ""
-
-    @property
-    def here(self) -> str:
-        """The model's name; its path if the name, a relative path, leads elsewhere now."""
-        return self.model if self.path in ("", str(Path(self.model).resolve())) else self.path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +130,7 @@ class Index:
     model: args.SameModel = None
     device: args.Device = "auto"
     dtype: args.SameDtype = None
-    store_bits: args.SameBits = None
+    store_bits: args.StoreBits = None
     namespace: args.Namespace = ""
     remote: args.Remote = None
 
@@ -175,33 +149,42 @@ class Index:
 
         Raises InvalidOption if they were ingested with several models, and none is given.
         """
-        known = _remembered(self.folder / "kv")
+        known, model = _remembered(self.folder / "kv"), _absolute(self.model)
         keys = map(_key, places)
         found = [known[key] for key in keys if key in known] or [*known.values()]
-        models = {one.path or one.model: one.here for one in found}
-        if self.model is None and len(models) > 1:
+        models = dict.fromkeys(one.model for one in found)
+        if model is None and len(models) > 1:
             raise InvalidOption(
-                f"the collections were ingested with {' and '.join(models.values())}; give one "
-                f"with --model{'' if places else ', and --collection for each that is of it'}"
+                f"the collections were ingested with {' and '.join(models)}; give one with --model"
+                f"{'' if places else ', and --collection for each that is of it'}"
             )
-        given = _path(self.model or "")
-        same = [
-            one for one in found if self.model in (None, one.model) or (given and one.path == given)
-        ]
-        last = same[-1] if same else Ingested(model=self.model or BUILTIN)
+        same = [one for one in found if model in (None, one.model)]
+        last = same[-1] if same else Ingested(model=model or BUILTIN)
         return Ingested(
-            model=self.model or last.here, dtype=self.dtype or last.dtype,
+            model=last.model, dtype=self.dtype or last.dtype,
             store_bits=last.store_bits if self.store_bits is None else self.store_bits,
         )  # fmt: skip
 
     def engine(
         self, given: Ingested, max_bytes: int | None = None, **options: Unpack[OwnEngineOptions]
     ) -> Engine:
-        """An engine over the chunk caches. given: of `as_ingested`. options: see `Engine`."""
-        return engine_of(
-            given.model, kv_in(self.folder), self.device, given.dtype, given.store_bits, max_bytes,
-            self.namespace, self.remote, **options,
-        )  # fmt: skip
+        """An engine over the chunk caches, whose folder is created if necessary.
+
+        given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on; None
+        for the limit that was set before. options: see `Engine`.
+        """
+        from samkv_integrations.cache.disk import ChunkStore
+        from samkv_integrations.engine.engine import Engine
+
+        all_options: EngineOptions = {"store_bits": given.store_bits, **options}
+        check_options(EngineOptions, all_options)  # before a folder is made
+        use_threads_for(given.model)
+        store = ChunkStore(
+            self.folder / "kv", namespace=self.namespace, max_bytes=max_bytes, remote=self.remote
+        )
+        return Engine.from_pretrained(
+            given.model, store, device=self.device, dtype=given.dtype, **all_options
+        )
 
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
@@ -233,8 +216,8 @@ def require_same(
 
     now: the settings for ``files``. dtype: the given one, if any.
     """
-    before, path = _remembered(folder / "kv").get(_key(place), now), _path(now.model)
-    if now.model not in (before.model, before.here) and not (path and path == before.path):
+    before = _remembered(folder / "kv").get(_key(place), now)
+    if now.model != before.model:
         what = f"model {before.model}"
     elif dtype not in (None, "auto", before.dtype):
         what = f"dtype {before.dtype}"
@@ -252,8 +235,7 @@ def require_same(
 
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
     """Store the settings of a collection's ingest beside the caches."""
-    known = _remembered(folder / "kv")
-    known[_key(place)] = replace(ingested, path=_path(ingested.model))
+    known = _remembered(folder / "kv") | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
 
 
@@ -265,34 +247,28 @@ def _remembered(kv: Path) -> dict[str, Ingested]:
         found = json.loads(read_small(kv / f"{_NOTE}.json"))
         return {
             key: Ingested(
-                model=str(one["model"]), dtype=str(one["dtype"]),
-                store_bits=int(one["store_bits"]), path=str(one["path"]),
+                model=str(one.get("path") or one["model"]),  # 0.1 wrote "path" beside the name
+                dtype=str(one["dtype"]), store_bits=int(one["store_bits"]),
             )
             for key, one in found.items()
         }  # fmt: skip
     return {}
 
 
-def _path(model: str) -> str:
-    """The absolute path of a model in a folder; "" for other names."""
-    is_name = model in ("", BUILTIN, "smollm2") or not Path(model).exists()
-    return "" if is_name else str(Path(model).resolve())
+def _absolute(model: str | None) -> str | None:
+    """The absolute path of a model that is a file or a folder; other names as they are."""
+    is_path = model not in (None, BUILTIN, "smollm2") and Path(str(model)).exists()
+    return str(Path(str(model)).resolve()) if is_path else model
 
 
 def _key(place: tuple[str, str]) -> str:
     return json.dumps(place)
 
 
-def kv_in(folder: Path) -> Path:
-    """The folder of the caches in that of ``--dir``, which may be it itself."""
-    path = folder / "kv"
-    return folder if not path.is_dir() and (folder / "store.json").is_file() else path
-
-
 def store_in(
     folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
 ) -> ChunkStore:
-    """The store of ``samkv ingest --dir``; ``folder`` may also be that of the caches.
+    """The store of ``samkv ingest --dir``.
 
     is_new: whether to create it if there is a remote tier.
 
@@ -300,7 +276,7 @@ def store_in(
     """
     from samkv_integrations.cache.disk import ChunkStore
 
-    path = kv_in(folder)
+    path = folder / "kv"
     if not path.is_dir() and not (remote and is_new):
         raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
     return ChunkStore(path, namespace=namespace, remote=remote)
@@ -309,7 +285,7 @@ def store_in(
 def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
     """Raises InvalidOption if all records of a collection have their caches in another namespace.
 
-    Its texts would be cached in this one otherwise.
+    Otherwise its texts would be cached again, in this namespace.
     """
     from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records
@@ -342,8 +318,26 @@ def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def require_no_ray(given: Mapping[str, object], what: str) -> None:
-    """Raises InvalidOption for an option that has no effect without ``--ray``."""
+def ray_pool(
+    on_ray: bool, kind: str, address: str | None, number: int | None, n_cpus: int | None,
+    n_gpus: float | None,
+) -> WorkerPool | None:  # fmt: skip
+    """The processes on Ray; None without ``--ray``. kind: what the options call one.
+
+    Raises:
+        InvalidOption: an option has no effect without ``--ray``, or a wrong value.
+        MissingExtra: Ray is not installed.
+    """
+    from samkv_integrations.cluster.workers import WorkerPool, require_ray
+
+    if on_ray:
+        require_ray()
+        return WorkerPool(
+            n_workers=number or 2, n_cpus=n_cpus or 1, n_gpus=n_gpus or 0.0, address=address
+        )
+    given = {"--ray-address": address, f"--{kind}s": number, f"--{kind}-cpus": n_cpus,
+             f"--{kind}-gpus": n_gpus}  # fmt: skip
     for option, value in given.items():
         if value is not None:
-            raise InvalidOption(f"{option} {value} is about {what} on Ray; give --ray too")
+            raise InvalidOption(f"{option} {value} has no effect without --ray; give --ray too")
+    return None

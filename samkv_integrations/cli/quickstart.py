@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.ingest import find_documents
-from samkv_integrations.cli.loading import BUILTIN, engine_of
+from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
+from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
+from samkv_integrations.cli.loading import BUILTIN, Index, Ingested
 from samkv_integrations.documents import read_text
-from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
+from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.formatting import Row, count, ratio, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samkv_integrations.evaluation.questions import Question
+    from samkv_integrations.model.model import Model
 
 FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
 COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
@@ -44,39 +42,27 @@ The built-in model was trained on questions and documents of the samples' kind. 
 answers nonsense with every method, full prefill included."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Samples:
-    """Documents, name -> text, and questions about them. The rest: see `Quickstart`."""
-
-    texts: Mapping[str, str]
-    questions: Sequence[Question]
-    top_k: int
-
-
 def quickstart(
-    model: args.ModelName = SMOLLM2,
-    documents: args.SampleFolder = None,
-    questions: args.SampleQuestions = None,
+    model: args.ModelName = SMOLLM2, documents: args.SampleFolder = None,
     folder: args.Folder = Path(".samkv/quickstart"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
-    """The whole way: index documents, ask about them through LlamaIndex, compare the methods.
+    """The whole way: index documents, ask about them, compare the methods.
 
     The documents are paragraphs of Wikipedia, in chunks of 512 tokens. Without the model smollm2 it
     runs the built-in model over documents that this one can read.
     """
     from tqdm.auto import tqdm
 
+    from samkv_integrations.chroma.link import ChromaLink
+    from samkv_integrations.embedding import HashingEmbedding
     from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.evaluation.judge import is_in_documents, is_right
+    from samkv_integrations.evaluation import is_in_documents, is_right, read_questions
 
     out = tables.console(stderr=as_json)
-    samples = _samples(model, documents, questions)
-    try:  # the connector, which alone may import LlamaIndex
-        made = importlib.import_module("llama_index.llms.samkv.quickstart").Quickstart
-    except ModuleNotFoundError as error:
-        raise MissingExtra.of(error.name or "llama_index", "llama-index") from error
+    index = Index(folder=folder)
+    samples = _samples_of(model, documents)
     try:
-        engine = engine_of(model, folder / "kv", "auto", "auto", None, exact_beginnings=False)
+        engine = index.engine(Ingested(model=model), exact_beginnings=False)
     except (MissingExtra, ModelNotFound) as error:
         if model != SMOLLM2:
             raise
@@ -84,96 +70,83 @@ def quickstart(
         out.print(
             f"No real model: {error}\nThis goes on with the built-in one, which is for tests."
         )
-        samples = _samples(model, documents, questions)
-        engine = engine_of(model, folder / "kv", "auto", "auto", None, exact_beginnings=False)
-    run = made(
-        engine, folder, chunk_tokens=CHUNK_TOKENS, top_k=samples.top_k,
-        max_new_tokens=ANSWER_TOKENS,
-    )  # fmt: skip
-    done = run.ingest(samples.texts)
-    out.print(f"{count(len(samples.texts), 'document')}, {count(done.n_records, 'chunk')} in "
-              f"Chroma: {done.n_cached} prefilled now, {done.n_hit} already cached "
-              f"({seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} written to "
-              f"{folder / 'kv'})")  # fmt: skip
+        samples = _samples_of(model, documents)
+        engine = index.engine(Ingested(model=model), exact_beginnings=False)
+    read, questions = _read(samples, engine.model), read_questions(samples / "questions.jsonl")
+    link = ChromaLink(index.database.collection("documents", create=True), engine)
+    done = link.add(read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows)
+    of_earlier_runs = set(link.collection.get(include=[])["ids"]) - set(read.ids)
+    if of_earlier_runs:  # only now, so that caches of unchanged texts stay
+        link.delete(sorted(of_earlier_runs))
+    out.print(
+        f"{count(len(read.sources), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
+        f"{done.n_cached} prefilled now, {done.n_hit} already cached in {folder / 'kv'}"
+    )
+    top_k = 5 if model == BUILTIN else 2  # the archive's documents are shorter than a chunk
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
-    run.engine = with_beginnings  # which has then seen the head of the prompts
-    run.ask(samples.questions[0].question, "reuse")  # the first answer of a process is slow
-    run.engine = engine
+    # a first answer is slow, and an exact beginning needs a head that an earlier prompt had
+    texts, _, prompt = retrieved(link, questions[0].question, top_k, None)
+    with_beginnings.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
     rows: list[Row] = []
-    shown: str | None = None
-    for one in tqdm(samples.questions, desc="asking", leave=False):
-        replies = {name: run.ask(one.question, name) for name in (FULL, "reuse")}
-        run.engine = with_beginnings
-        for name in (DEFAULT, AGAIN):
-            replies[name] = run.ask(one.question, DEFAULT)
+    is_shown = False
+    for one in tqdm(questions, desc="asking", leave=False):
+        texts, sources, prompt = retrieved(link, one.question, top_k, None)
+        gold, mine = one.answers, list[Row]()
+        for name in COMPARED:
+            asked = engine if name in (FULL, "reuse") else with_beginnings
+            asked.prefixes.clear()  # so that no method reuses the prefix of another
+            method = DEFAULT if name == AGAIN else name
+            answer = asked.generate(prompt, texts, method=method, max_new_tokens=ANSWER_TOKENS)
             with_beginnings.make_beginnings()
-        run.engine = engine
-        for name, reply in replies.items():
-            full = replies[FULL]
-            rows.append({
-                "question": one.question, "expected": list(one.answers), "answer": reply.text,
-                "right": is_right(reply.text, one.answers) if one.answers else None,
-                "can_be_copied": (
-                    is_in_documents(one.answers, reply.chunks) if one.answers else None
-                ),
-                "sources": list(reply.sources), **reply.report.to_dict(),
-                "answer_s": reply.seconds, "answer_ratio": reply.seconds / full.seconds,
-                "ttft_ratio": reply.report.ttft_s / full.report.ttft_s,
-                "method": name,
+            mine.append({
+                "question": one.question, "expected": list(gold), "sources": sources,
+                "right": is_right(answer.text, gold) if gold else None,
+                "can_be_copied": is_in_documents(gold, texts) if gold else None,
+                **answer_row(answer), "method": name,
             })  # fmt: skip
+        rows += (mine := [*with_ratios(mine)])
         # the first that full prefill answers; the table counts all
-        if shown is None and is_right(replies[FULL].text, one.answers):
-            shown = _side_by_side(one, replies)
+        if not is_shown and mine[0]["right"]:
+            is_shown = True
             with tqdm.external_write_mode():
-                out.print(shown, soft_wrap=True)
+                out.print(f"\n{one.question} (right: {gold[0]})", soft_wrap=True)
+                out.print(tables.comparison_table(mine))
     if as_json:
         tables.write_json("quickstart", model, rows)
     else:
-        _show(rows, len(samples.questions), model, out)
+        _show(rows, len(questions), model, out)
 
 
-def _samples(model: str, folder: Path | None, questions: Path | None) -> _Samples:
-    """Documents and questions about them: those of a folder, else those that suit the model.
-
-    Raises InvalidOption if they are not there.
-    """
-    from samkv_integrations.evaluation.questions import read_questions
-
-    is_archive = model == BUILTIN
-    sample = ARCHIVE if is_archive else PARAGRAPHS
-    given, folder = folder, folder or sample
+def _samples_of(model: str, given: Path | None) -> Path:
+    """The folder of the documents. Raises InvalidOption if it does not exist."""
+    folder = given or (ARCHIVE if model == BUILTIN else PARAGRAPHS)
     if not folder.is_dir():
         raise InvalidOption(
             f"{folder} is not a folder; run this where the sample documents are (a checkout of "
             "the repository), or name a folder with --documents"
         )
-    texts = {file.name: read_text(file) for file in find_documents([folder]).files}
-    if given is None and not is_archive:  # so that chunks are as long as those of most users
-        texts = {"paragraphs": "\n\n".join(texts[name].strip() for name in sorted(texts))}
-    return _Samples(
-        texts=texts, questions=read_questions(questions or folder / "questions.jsonl"),
-        top_k=5 if is_archive else 2,  # the archive's documents are shorter than a chunk
-    )  # fmt: skip
+    return folder
 
 
-def _side_by_side(question: Question, replies: Mapping[str, Any]) -> str:
-    """The answers to one question by full prefill and by the default, with their times."""
-    lines = ["", question.question]
-    if question.answers:
-        lines.append(f"  (right: {question.answers[0]})")
-    for name, title in (
-        (FULL, "full prefill"),
-        (DEFAULT, "samkv's default"),
-        (AGAIN, "asked again"),
-    ):
-        reply = replies[name]
-        lines += [
-            f"  {title}: first token {seconds(reply.report.ttft_s)}, whole answer "
-            f"{seconds(reply.seconds)}",
-            f"    {' '.join(reply.text.split())}",
-        ]
-    return "\n".join(lines)
+def _read(folder: Path, model: Model) -> Read:
+    """The chunks of a folder; sample paragraphs are joined, so that chunks have a usual length.
+
+    Raises EmptyInput if there is no text.
+    """
+    files = find_documents([folder]).files
+    if folder != PARAGRAPHS:
+        read = read_chunks(files, model, CHUNK_TOKENS)
+    else:
+        whole = "\n\n".join(read_text(file).strip() for file in files)
+        texts = split(whole, ".txt", model, CHUNK_TOKENS)
+        read = Read(
+            ids=[f"paragraphs#{number}" for number in range(len(texts))], texts=texts,
+            rows=[{"source": "paragraphs"} for _ in texts], sources=["paragraphs"],
+        )  # fmt: skip
+    if not read.texts:
+        raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")
+    return read
 
 
 def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> None:

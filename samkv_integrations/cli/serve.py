@@ -7,7 +7,6 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import typer
 
@@ -18,7 +17,7 @@ from samkv_integrations.cli.loading import (
     bytes_of,
     eviction_of,
     given_methods,
-    require_no_ray,
+    ray_pool,
     require_own_records,
     store_in,
     use_threads_for,
@@ -45,17 +44,14 @@ def serve(
     max_tokens: args.ServedTokens = 1024, max_body: args.MaxBody = "8MB",
     timeout: args.Timeout = None, grace: args.EndGrace = 30, log_prompts: args.LogPrompts = False,
     on_ray: args.ServedOnRay = False, ray_address: args.RayAddress = None,
-    replicas: args.Replicas = None, min_replicas: args.MinReplicas = None,
-    max_replicas: args.MaxReplicas = None, replica_cpus: args.ReplicaCpus = None,
-    replica_gpus: args.ReplicaGpus = None, route: args.Route = None,
+    replicas: args.Replicas = None, replica_cpus: args.ReplicaCpus = None,
+    replica_gpus: args.ReplicaGpus = None,
 ) -> None:  # fmt: skip
     """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
     docs/ray.md describe further options.
     """
-    from samkv_integrations.cluster.serve import Replicas, Route
-    from samkv_integrations.cluster.workers import require_ray
     from samkv_integrations.engine.scheduler import Limits
 
     try:
@@ -67,31 +63,17 @@ def serve(
 
     check_options(EngineOptions, {"store_bits": index.store_bits})
     check_options(OwnAnswerOptions, {"timeout": timeout})
-    given = {
-        "--ray-address": ray_address, "--replicas": replicas, "--min-replicas": min_replicas,
-        "--max-replicas": max_replicas, "--replica-cpus": replica_cpus,
-        "--replica-gpus": replica_gpus, "--route": route,
-    }  # fmt: skip
     limits = Limits(
         max_batch=max_batch, max_waiting=max_waiting,
         max_kv_bytes=None if max_kv is None else bytes_of("--max-kv", max_kv),
     )  # fmt: skip
-    several = None
-    if on_ray:
-        require_ray()
-        several = Replicas(
-            n_replicas=replicas, least=min_replicas, most=max_replicas, n_cpus=replica_cpus or 1,
-            n_gpus=replica_gpus or 0.0, address=ray_address, n_at_once=limits.max_batch,
-            n_waiting=max_waiting, route=cast(Route, route or "load"), grace_s=grace,
-        )  # fmt: skip
-        if not several.n_gpus:
-            if index.device not in ("auto", "cpu"):
-                raise InvalidOption(
-                    f"--device {index.device} for replicas without a GPU; give --replica-gpus"
-                )
-            index = replace(index, device="cpu")
-    else:
-        require_no_ray(given, "replicas")
+    pool = ray_pool(on_ray, "replica", ray_address, replicas, replica_cpus, replica_gpus)
+    if pool and not pool.n_gpus:
+        if index.device not in ("auto", "cpu"):
+            raise InvalidOption(
+                f"--device {index.device} for replicas without a GPU; give --replica-gpus"
+            )
+        index = replace(index, device="cpu")
     keys = ApiKeys(
         _keys_text(api_keys),
         Tenant(namespace=index.namespace, collections=tuple(collection or ())),
@@ -123,7 +105,7 @@ def serve(
     def say(at: str) -> None:
         typer.echo(f"samkv: serving {source.settings.model_name} on {at}/v1", err=True)
 
-    with listen_on(host, port, source.keys) as listening:  # before a model is loaded for nothing
+    with listen_on(host, port, source.keys) as listening:  # before the model, which loads slowly
         database = source.database()
         for tenant in source.keys.tenants:
             for wanted in tenant.collections:
@@ -135,20 +117,21 @@ def serve(
                 except InvalidOption as error:
                     whose = f"collections of namespace {tenant.namespace!r}"
                     raise InvalidOption(f"{whose}: {error}") from None
-        if several is None:
+        if pool is None:
             use_threads_for(model)
             run(source, listening, say)
             return
         at, port = address_of(listening), listening.getsockname()[1]
 
     from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.cluster.serve import serving
+    from samkv_integrations.cluster.serve import Replicas, serving
     from samkv_integrations.model.loading import load_tokenizer
 
     load_tokenizer(model)  # a wrong name is found out before a replica begins
     for tenant in source.keys.tenants:  # so that none is made by two replicas at once
         ChunkStore(folder / "kv", namespace=tenant.namespace, remote=index.remote)
-    n_threads = 1 if model == BUILTIN else several.n_cpus
+    several = Replicas(pool=pool, n_at_once=max_batch, n_waiting=max_waiting, grace_s=grace)
+    n_threads = 1 if model == BUILTIN else pool.n_cpus
     told, seen = threading.Event(), list[int]()
 
     def take(number: int, _: object) -> None:

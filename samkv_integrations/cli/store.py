@@ -13,7 +13,7 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, bytes_of, progress_bar, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
-from samkv_integrations.formatting import Row, count, percent, size
+from samkv_integrations.formatting import Row, count, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 DAMAGE_LEFT = SOME_LEFT = 1
 """Exit code if damaged caches remain, or if caches could not be copied."""
+
+STATS = (
+    "namespace", "model", "dtype", "store_bits", "block_size", "prefix", "chunks", "bytes",
+    "hit_rate", "evicted", "corrupt",
+)  # fmt: skip
+SYNCED = ("collection", "n_records", "n_cached", "n_linked", "n_pruned", "bytes_freed", "n_evicted")
+"""Columns of tables; --json has more."""
 
 SHOWN_DAMAGE = 20
 NO_LIMIT = "none"
@@ -39,35 +46,26 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     store = store_in(folder)
     found = store.stats(everyone=True)
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
-    cells = [
-        (repr(r["namespace"]), r["model"], r["dtype"], str(r["store_bits"]), str(r["block_size"]),
-         _prefix(r["prefix"]), str(r["chunks"]), size(r["bytes"]), percent(r["hit_rate"]),
-         str(r["evicted"]), str(r["corrupt"]))
-        for r in rows
-    ]  # fmt: skip
-    titles = (
-        "namespace", "model", "dtype", "bits", "block\nsize", "prefix\ntokens", "chunks", "bytes",
-        "hits", "evicted", "damaged",
-    )  # fmt: skip
+    shown = [{**row, "prefix": _prefix(row["prefix"])} for row in rows]
     limit = "" if found.max_bytes is None else f" of {size(found.max_bytes)}"
-    said = f"\n{count(found.n_chunks, 'chunk')}, {size(found.bytes)}{limit} in {store.path}"
-    _show("stats", rows, tables.table(titles, cells, left=3, gap=1), said, as_json=as_json)
+    said = f"{count(found.n_chunks, 'chunk')}, {size(found.bytes)}{limit} in {store.path}"
+    _show("stats", rows, tables.rows_table(shown, STATS), said, as_json=as_json)
 
 
 def _prefix(named: str) -> str:
-    """`FingerprintStats.prefix` in short."""
+    """`FingerprintStats.prefix` in short: the number of its tokens, or "head"."""
     from samkv_integrations.cache.store import BEHIND_HEADS
 
     if named == BEHIND_HEADS:
         return "head"
-    return "learned" if "learned" in named else str(len(named.split(",")) if named else 0)
+    return str(len(named.split(",")) if named else 0)
 
 
 @app.command(cls=args.Command)
 @args.with_flags
 def sync(
     index: Index, collections: args.Collections = None, grace_s: args.Grace = 3600.0,
-    prune: args.Prune = True, build: args.Build = True, as_json: args.Json = False,
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Bring caches into line with the records: build missing ones, delete unused ones."""
     names = list(dict.fromkeys(collections or ())) or index.database.names()
@@ -75,23 +73,10 @@ def sync(
         raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
     links = index.links(names)
     # unused caches belong to no collection: prune once, after the last one
-    done = [
-        link.sync(
-            build_missing=build, prune=prune and link is links[-1], grace_s=grace_s, progress=True
-        )
-        for link in links
-    ]
+    done = [link.sync(prune=link is links[-1], grace_s=grace_s, progress=True) for link in links]
     rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
-    fields = ("collection", "n_records", "n_cached", "n_linked", "n_skipped", "n_evicted")
-    cells = [tuple(str(row[name]) for name in fields) for row in rows]
-    found = tables.table([name.removeprefix("n_") for name in fields], cells)
-    last = done[-1]
-    said = (
-        f"\n{count(last.n_pruned, 'unused cache')} deleted ({size(last.bytes_freed)}), "
-        f"{last.n_in_grace} kept for now, being young"
-    )
     model = links[0].engine.model.name
-    _show("sync", rows, found, *([said] if prune else []), as_json=as_json, model=model)
+    _show("sync", rows, tables.rows_table(rows, SYNCED), as_json=as_json, model=model)
 
 
 @app.command(cls=args.Command)
@@ -143,15 +128,8 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
     from samkv_integrations.cache.upkeep import gc as collect_garbage
 
     done = collect_garbage(store_in(folder))
-    found = done.recovered
-    said = (
-        f"{count(found.n_unfinished, 'unfinished file')}, {count(found.n_damaged, 'damaged one')} "
-        f"and {count(done.n_forgotten, 'text')} whose cache had gone deleted, "
-        f"{size(done.bytes_freed)} in all\n"
-        f"{count(found.n_adopted, 'cache')} found that the index did not know, "
-        f"{found.n_lost} missed"
-    )
-    _show("gc", [asdict(done)], said, as_json=as_json)
+    flat = asdict(done.recovered) | {n: v for n, v in vars(done).items() if n != "recovered"}
+    _show("gc", [asdict(done)], tables.rows_table([flat]), as_json=as_json)
 
 
 @app.command(cls=args.Command)
@@ -167,21 +145,18 @@ def verify(
     with progress_bar("verifying") as show:
         found = verify_caches(store_in(folder), repair=repair, progress=show)
     n_damaged = len(found.damaged)
+    row = {"n_chunks": found.n_chunks, "n_bytes": found.n_bytes, "n_damaged": n_damaged,
+           "n_repaired": found.n_repaired}  # fmt: skip
     lines = [f"{damage.key}: {damage.detail}" for damage in found.damaged[:SHOWN_DAMAGE]]
     if n_damaged > SHOWN_DAMAGE:
         lines.append(f"and {n_damaged - SHOWN_DAMAGE} more; --json names each")
-    lines.append(
-        f"{count(found.n_chunks, 'chunk')}, {size(found.n_bytes)} read: {n_damaged} damaged, "
-        f"{found.n_repaired} of them deleted"
-    )
     if n_damaged and not repair:
-        lines.append("'samkv store verify --repair' deletes damaged ones")
-    elif found.n_repaired < n_damaged:
-        lines.append("what could not be read stays; look at its permissions, and at the disk")
+        lines.append("'samkv store verify --repair' deletes damaged caches")
+    elif n_damaged > found.n_repaired:
+        lines.append("a cache that cannot be read stays; check its permissions, and the disk")
     elif n_damaged:
-        lines.append("they are computed again when they are asked for; 'samkv store sync' does all "
-                     "at once")  # fmt: skip
-    _show("verify", [asdict(found)], "\n".join(lines), as_json=as_json)
+        lines.append("a prompt that needs one computes it again; 'samkv store sync' computes all")
+    _show("verify", [asdict(found)], tables.rows_table([row]), *lines, as_json=as_json)
     if n_damaged > found.n_repaired:
         raise typer.Exit(DAMAGE_LEFT)
 
@@ -216,36 +191,8 @@ def budget(
         {"namespace": name, "bytes": n_bytes, "max_bytes": quota.get(name)}
         for name, n_bytes in taken.items()
     ]
-    cells = [
-        (
-            "all" if row["namespace"] is None else repr(row["namespace"]), size(row["bytes"]),
-            NO_LIMIT if row["max_bytes"] is None else size(row["max_bytes"]),
-        )
-        for row in rows
-    ]  # fmt: skip
-    found = tables.table(("namespace", "bytes", "limit"), cells)
-    _show("budget", rows, found, as_json=as_json)
-
-
-@app.command(cls=args.Command)
-def warm(
-    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
-    chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
-    """Read caches into the page cache, most recently used first, for the first questions.
-
-    'samkv store pull' fetches caches of other machines.
-    """
-    from samkv_integrations.cache.upkeep import warm as warm_caches
-
-    limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    store, keys = store_in(folder, namespace), _keys(folder, chroma, collections)
-    with progress_bar("warming") as show:
-        done = warm_caches(store, keys, max_bytes=limit, progress=show)
-    left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{count(done.n_chunks, 'cache')}, {size(done.bytes_read)} read{left}"
-    _show("warm", [asdict(done)], said, as_json=as_json)
+    shown = [{**rows[0], "namespace": "all"}, *rows[1:]]
+    _show("budget", rows, tables.rows_table(shown), as_json=as_json)
 
 
 @app.command(cls=args.Command)
@@ -263,9 +210,7 @@ def push(
     store = _shared(folder, namespace, remote, is_new=False)
     with progress_bar("pushing") as show:
         done = push_caches(store, progress=show)
-    left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{count(done.n_chunks, 'cache')} put, {size(done.n_bytes)}{left}"
-    _show("push", [asdict(done)], said, as_json=as_json)
+    _show("push", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
 
@@ -273,21 +218,17 @@ def push(
 @app.command(cls=args.Command)
 def pull(
     folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    collections: args.Collections = None, chroma: args.ChromaServer = None,
-    max_bytes: args.WarmBytes = None,
+    max_bytes: args.PullBytes = None,
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Fetch caches of other machines, newest first, before questions need them."""
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    keys = _keys(folder, chroma, collections)
     store = _shared(folder, namespace, remote)
     with progress_bar("pulling") as show:
-        done = pull_caches(store, keys, max_bytes=limit, progress=show)
-    left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{count(done.n_chunks, 'cache')} fetched, {size(done.n_bytes)}{left}"
-    _show("pull", [asdict(done)], said, as_json=as_json)
+        done = pull_caches(store, max_bytes=limit, progress=show)
+    _show("pull", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
 
 
 def _show(
@@ -299,17 +240,6 @@ def _show(
         return
     for each in shown:
         tables.console().print(each, soft_wrap=isinstance(each, str))
-
-
-def _keys(folder: Path, chroma: str | None, collections: list[str] | None) -> set[str] | None:
-    """The keys in the records of these collections; None, for all caches, without collections."""
-    from samkv_integrations.chroma.client import Database
-    from samkv_integrations.chroma.records import Records
-
-    database = Database(folder / "chroma", chroma)
-    if not collections:
-        return None
-    return {key for name in collections for key in Records(database.collection(name)).keys()}
 
 
 def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:  # noqa: ANN401

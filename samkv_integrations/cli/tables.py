@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from rich.text import Text
 
 from samkv_integrations.formatting import (
     Row,
-    count,
     percent,
     ratio,
     seconds,
@@ -28,7 +28,7 @@ PIPE_WIDTH = 100
 
 
 class _Console(Console):
-    """Shows texts without their escape sequences, which rich lets through."""
+    """A console that replaces control characters, which rich would pass to the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
         return super().render_str(visible(text), **options)
@@ -42,14 +42,11 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
-def write_json(command: str, model: str | None, rows: Iterable[Row]) -> None:
-    """Write the output of ``--json``. model: its name, if the command has one."""
-    write_text(to_json(command, model, rows))
-
-
-def write_text(text: str) -> None:
-    """Write text for another program to standard output."""
-    typer.echo(text)
+def write_json(
+    command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
+) -> None:
+    """Write the output of ``--json``. model: its name, if the command has one. See `to_json`."""
+    typer.echo(to_json(command, model, rows, more))
 
 
 def table(
@@ -72,30 +69,29 @@ def table(
     return made
 
 
+def rows_table(rows: Sequence[Row], names: Sequence[str] | None = None) -> Table:
+    """Rows of ``--json`` as a table. names: its columns; None for all."""
+    if names is None:
+        names = [*rows[0]] if rows else []
+    cells = [[_cell(name, row[name]) for name in names] for row in rows]
+    words = takewhile(lambda name: rows and isinstance(rows[0][name], str | None), names)
+    titles = [name.removeprefix("n_").replace("_", "\n") for name in names]
+    return table(titles, cells, left=len([*words]), gap=1)
+
+
+def _cell(name: str, value: object) -> str:
+    """A value as its column shows it: a size where the name has "bytes", a share for a rate."""
+    if isinstance(value, int | float) and "bytes" in name:
+        return size(value)
+    if isinstance(value, float):
+        return percent(value) if name.endswith("rate") else f"{value:.1f}"
+    return "-" if value is None else str(value) or "''"
+
+
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
     """A markdown table. The first ``left`` columns are left-aligned words, the others figures."""
     rule = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
-
-
-def summary_table(rows: Sequence[Row]) -> Table:
-    """`summarise` as a table with a row for each method."""
-    from samkv_integrations.cli.answers import summarise
-
-    columns = (
-        "method", "answers\nright", "same as\nrecompute", "attended\nto", "recom-\nputed",
-        "bytes\nread", "of\nreuse", "first\ntoken", "of re-\ncompute",
-    )  # fmt: skip
-    cells = [
-        (
-            s["method"], f"{s['n_right']} of {s['n_known']}" if s["n_known"] else "-",
-            percent(s["same_share"]), percent(s["kept_ratio"]), percent(s["recompute_ratio"]),
-            size(s["bytes_read"]), percent(s["bytes_share"]), seconds(s["ttft_s"]),
-            ratio(s["ttft_ratio"]),
-        )
-        for s in summarise(rows)
-    ]  # fmt: skip
-    return table(columns, cells, gap=1)  # so that it fits into 80 columns
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
@@ -120,30 +116,3 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
     short = [text if len(text) <= 60 else text[:59] + "…" for text in flat]
     named = [Path(source).name for source in sources]
     return table(("source", "text"), zip(named, short, strict=True), left=2)
-
-
-def report_lines(row: Row) -> list[str]:
-    """The report of one answer, in words."""
-    with_prompt = row["found"] - row["reused"] - row["computed_now"]
-    parts = [f"{count(row['found'], 'chunk')} found", f"{row['reused']} reused"]
-    parts += [f"{row['computed_now']} computed now"] if row["computed_now"] else []
-    parts += [f"{with_prompt} computed with the prompt"] if with_prompt else []
-    chunks = ", ".join(parts)
-    if misses := row["chunk_misses"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in misses.items())
-        chunks += f" ({sum(misses.values())} without a cache: {reasons})"
-    came_to = f" (which did {row['ran']})" if row["ran"] != row["method"] else ""
-    attended = "went on with" if row["eviction"] else "attended to"
-    cost = "" if row["kept_ratio"] == 1 else f"{attended} {percent(row['kept_ratio'])}, "
-    cost += (
-        f"recomputed {percent(row['recompute_ratio'])} of the chunks' tokens, "
-        f"read {size(row['bytes_read'])}, "
-        f"first token after {seconds(row['ttft_s'])}"
-    )
-    if row["eviction"]:
-        cost += (
-            f"; {size(row['kv_bytes'])} of working cache, {size(row['decode_kv_bytes'])} at the "
-            f"end with {row['eviction']}"
-        )
-    asked = f"{row['method']}{came_to} on {row['model']}: {row['prompt_tokens']} prompt tokens"
-    return [f"{asked}, {chunks}", cost]

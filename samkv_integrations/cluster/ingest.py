@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.records import PAGE_SIZE
+from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.cluster.workers import WorkerPool, reason_in
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import batches
@@ -36,30 +36,17 @@ _MAX_TASKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterIngest:
-    """The result of an ingest by several workers.
+class ClusterIngest(IngestResult):
+    """The result of an ingest by several workers. n_records: texts that have caches now.
 
-    n_records: texts whose chunks have caches now. n_cached: chunks that were computed.
-    n_hit: texts whose chunk was cached before, or occurred earlier among the texts.
     failed: position of a text -> why its chunk has no cache.
-    n_evicted: chunks that were evicted again before the end, for want of room.
-    bytes_on_disk: size of the caches that were missing.
-    seconds: duration. working_s: from the beginning of the first batch to the end of the last one,
-        without the start of the cluster and the loading of models.
     """
 
-    n_records: int
-    n_cached: int
-    n_hit: int
     failed: Mapping[int, str] = field(default_factory=dict)
-    n_evicted: int
-    bytes_on_disk: int
-    seconds: float
-    working_s: float
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
-"""Called with the positions of texts whose caches exist now, and of those without one, and why."""
+"""Called with the positions of a page of texts, and position -> reason of each without a cache."""
 
 
 def cache_on_ray(
@@ -125,21 +112,18 @@ def cache_on_ray(
         n_told = n_complete
 
     sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
-    done: list[Mapping[str, Any]] = []
     n_missed = n_cached = sum(len(group) for _, group in work)
     with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
         texts_of = [[ref.text for ref in group] for _, group in work]
         results = _by_workers(pool, (sent, engine.key_of(PROBE), pool.n_cpus), texts_of)
         for (page, group), result in zip(work, results, strict=True):
             tell(page)
-            done.append(result)
             for at, why in pickle.loads(result["failed"]).items():
                 n_cached -= 1
                 failed |= dict.fromkeys(places_of[group[at].key], why)
             bar.update(len(group))
     tell(len(pages))
     n_records = len(refs) - len(failed)
-    first = min((one["began_at"] for one in done), default=0.0)
     return ClusterIngest(
         n_records=n_records,
         n_cached=n_cached,
@@ -148,7 +132,6 @@ def cache_on_ray(
         n_evicted=sum(engine.store.is_evicted(key, engine.fingerprint) for key in places_of),
         bytes_on_disk=chunks.n_bytes([ref for _, group in work for ref in group]),
         seconds=time.perf_counter() - began,
-        working_s=max((one["ended_at"] for one in done), default=0.0) - first,
     )
 
 
@@ -241,8 +224,8 @@ def _by_workers(
         except ray.exceptions.RayError as error:
             raise ClusterError(
                 f"the ingest on Ray ended ({reason_in(str(error))}); what was cached stays, so "
-                "begin it again once the cluster works. If workers end over and over, give each "
-                "more memory, or split the texts smaller"
+                "restart it once the cluster works. If workers are killed again, give each more "
+                "memory, or use smaller chunks"
             ) from error
 
 
@@ -279,9 +262,9 @@ class CacheWorker:
 
         The resulting row has ``failed``: position in the batch -> why that chunk has no cache.
         """
-        began_at, failed = time.time(), dict[int, str]()
+        failed = dict[int, str]()
         chunks = self._engine.chunks
-        # Also those that a killed worker has cached, so that the pass is the same.
+        # Compute chunks that a killed worker has cached, too: the batch must stay the same.
         refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
         try:
             chunks.compute(refs)
@@ -291,4 +274,4 @@ class CacheWorker:
                     chunks.compute([ref])
                 except Exception as error:
                     failed[place] = " ".join(f"{type(error).__name__}: {error}".split())
-        return {"failed": pickle.dumps(failed), "began_at": began_at, "ended_at": time.time()}
+        return {"failed": pickle.dumps(failed)}

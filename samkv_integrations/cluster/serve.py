@@ -6,23 +6,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from samkv_integrations.cluster.workers import WorkerPool, reason_in
-from samkv_integrations.errors import ClusterError, InvalidOption, UnknownOption
+from samkv_integrations.errors import ClusterError, InvalidOption
 
 APPLICATION = "samkv"
 """Name of the application on the cluster."""
-
-Route = Literal["load", "collection"]
-"""Which replica gets a request: one with less load, or that of the request's collection."""
-
-SESSION_HEADER = "x-session-id"
-"""Header with the collection of a request. Ray's proxies read headers, but no bodies."""
-
-_BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
@@ -32,77 +24,30 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 class Replicas:
     """Replicas of an application on Ray Serve.
 
-    n_replicas: number at first; None for ``least``, or 2 without it.
-    least, most: bounds between which Ray scales by load. Without ``most`` the number is fixed.
-    n_cpus, n_gpus, address: resources of a replica, and the cluster; see `WorkerPool`.
-    n_at_once: requests that a replica answers together. Ray scales towards this number.
+    pool: their number and resources, and the cluster.
+    n_at_once: requests that a replica answers together.
     n_waiting: further requests that may wait at a replica. While all replicas are full, as many
         requests as both numbers together may wait at each proxy; the next one is refused.
-    route: ``collection`` sends all requests with the same `SESSION_HEADER` to the same replica, or
-        to the next one while that is full.
     grace_s: seconds that running answers have when a replica ends.
     """
 
-    n_replicas: int | None = None
-    least: int | None = None
-    most: int | None = None
-    n_cpus: int = 1
-    n_gpus: float = 0.0
-    address: str | None = None
+    pool: WorkerPool
     n_at_once: int = 8
     n_waiting: int = 64
-    route: Route = "load"
     grace_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.route not in get_args(Route):
-            raise UnknownOption.among("route", self.route, get_args(Route))
-        if self.most is None and self.least is not None:
-            raise InvalidOption(f"at least {self.least} replicas; say how many at most, too")
-        if self.most is not None and not 1 <= (self.least or 1) <= self.n_first <= self.most:
-            raise InvalidOption(
-                f"{self.n_first} replicas, at least {self.least or 1} and at most {self.most}; "
-                "give 1 <= least <= replicas <= most"
-            )
-        self.pool  # noqa: B018, raises for a wrong number of replicas or a wrong address
-
-    @property
-    def n_first(self) -> int:
-        """Number of replicas at the start."""
-        default = 2 if self.most is None else self.least or 1
-        return default if self.n_replicas is None else self.n_replicas
-
-    @property
-    def pool(self) -> WorkerPool:
-        """The resources of the largest number of replicas."""
-        n_most = self.most or self.n_first
-        return WorkerPool(
-            n_workers=n_most, n_cpus=self.n_cpus, n_gpus=self.n_gpus, address=self.address
-        )
 
     def deployment_options(self) -> dict[str, Any]:
         """The arguments of Ray's ``serve.deployment``."""
         n_ongoing = self.n_at_once + self.n_waiting
-        options: dict[str, Any] = {
+        return {
+            "num_replicas": self.pool.n_workers,
             "max_ongoing_requests": n_ongoing,
             "max_queued_requests": n_ongoing,
             "graceful_shutdown_wait_loop_s": min(1.0, self.grace_s),
             "graceful_shutdown_timeout_s": self.grace_s,
-            "ray_actor_options": {"num_cpus": self.n_cpus, "num_gpus": self.n_gpus},
+            "ray_actor_options": {"num_cpus": self.pool.n_cpus, "num_gpus": self.pool.n_gpus},
             "logging_config": {"log_level": "WARNING"},
         }
-        if self.most is None:
-            options["num_replicas"] = self.n_first
-        else:
-            options["autoscaling_config"] = {
-                "min_replicas": self.least or 1,
-                "initial_replicas": self.n_first,
-                "max_replicas": self.most,
-                "target_ongoing_requests": self.n_at_once,
-            }
-        if self.route == "collection":
-            options["request_router_config"] = {"request_router_class": _BY_SESSION}
-        return options
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 It takes seconds on a small model. The checks of exactness come first: each computes the same
 numbers in two ways, one of them transformers' own, and a failure is a defect. Then comes advice,
 which never fails: which store_bits to use, and when full prefill is faster.
-`samkv_integrations.evaluation.checkup` adds how many answers of each method are right.
 """
 
 from __future__ import annotations

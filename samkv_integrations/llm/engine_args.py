@@ -1,4 +1,4 @@
-"""From an LLM's arguments to an engine, and the engine as a private part of a component."""
+"""Build an engine from an LLM's arguments, and hold an engine inside a framework's component."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MADE_BY = {
     "model": ("model_kwargs",),
     "tokenizer": ("tokenizer_kwargs",),
 }
-"""Loaded object -> the arguments that would have loaded it."""
+"""Loaded object -> arguments that say how to load it, and have no effect beside it."""
 
 
 class ModelSource(Arguments, EngineFields):
-    """What an engine is made of: a model to load, or one that is loaded, and a store.
+    """The arguments that an engine is built from: a model, loaded or to be loaded, and a store.
 
     engine: an engine, in place of making one.
     model, tokenizer: loaded objects of transformers. ``model`` needs ``tokenizer`` or
@@ -53,8 +53,7 @@ def engine_of(source: ModelSource) -> Engine:
         for name in names:
             if getattr(source, loaded) is not None and getattr(source, name):
                 raise InvalidOption(
-                    f"{name} is for loading, and {loaded} was given loaded already; leave out "
-                    "either"
+                    f"{name} is for loading, but a loaded {loaded} was given; leave out one of them"
                 )
     if source.engine is not None:
         _check_engine(source.engine, source)
@@ -71,8 +70,8 @@ def engine_of(source: ModelSource) -> Engine:
             raise _no_folder(source.max_bytes)
         if source.kv_remote is not None:
             raise InvalidOption(
-                f"kv_remote={source.kv_remote!r} needs a folder for what this machine has read of "
-                "it; give kv_dir as well"
+                f"kv_remote={source.kv_remote!r} needs a local folder for the caches that are "
+                "fetched; give kv_dir as well"
             )
         store = MemoryStore(namespace=namespace)
     elif not str(folder):
@@ -87,7 +86,7 @@ def engine_of(source: ModelSource) -> Engine:
 
 
 def facts_of(engine: Engine) -> dict[str, Any]:
-    """What the fields of an LLM say of its engine: field -> value."""
+    """The settings of an engine, under the names of an LLM's fields: field -> value."""
     store = engine.store if isinstance(engine.store, ChunkStore) else None
     return {
         "model_name": engine.model.name,
@@ -95,13 +94,13 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "kv_remote": store.shared.url if store and store.shared else None,
         "namespace": engine.store.namespace,
         **{name: getattr(engine, name) for name in OWN_ENGINE_OPTIONS},
-        # None is the default: a field that nobody gave must not forbid another engine
+        # None, the default, is compatible with every engine
         "exact_beginnings": None if engine.exact_beginnings else False,
     }
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
-    """Raises InvalidOption if the rest of ``source`` asks for another engine than the given one."""
+    """Raises InvalidOption if another argument in ``source`` contradicts the given engine."""
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
@@ -112,7 +111,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     if folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve():
         facts["kv_dir"] = kv_dir
     _require_same(source, engine.model, facts)
-    if source.max_bytes is not None:  # no part of an engine: it is the store's from now on
+    if source.max_bytes is not None:  # a limit of the store, not of the engine
         if not isinstance(engine.store, ChunkStore):
             raise _no_folder(source.max_bytes)
         before, quota = engine.store.index.budget()
@@ -121,7 +120,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
 
 
 def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> None:
-    """Raises InvalidOption if an argument asks for something else than what was given."""
+    """Raises InvalidOption if an argument contradicts the loaded model or engine."""
     is_type = source.device_map == model.device.type
     device = model.device.type if is_type else str(model.device)
     for name, value in {**facts, "device_map": device, "dtype": model.dtype_name}.items():
@@ -163,7 +162,7 @@ def _model_of(source: ModelSource) -> Model:
 def own_choices(engine: Engine) -> tuple[str | None, str | None]:
     """The names of the engine's method and eviction.
 
-    None for the default, and for an object that no name stands for.
+    None for the default, and for an object that is not registered under a name.
     """
     method, rule = engine.method, engine.eviction
     has_name = method.name != DEFAULT_METHOD and METHODS.get(method.name) == method
@@ -200,8 +199,8 @@ class EngineRef:
         """The engine. Raises InvalidOption after a pickle."""
         if self._engine is None:
             raise InvalidOption(
-                "this component came from another process, and its engine stayed there; make it "
-                "anew in this process, or use it in the one that it came from"
+                "this component came from another process, and a pickle holds no engine; create it "
+                "again in this process, or use it in the one that it came from"
             )
         return self._engine
 

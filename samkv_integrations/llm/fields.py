@@ -43,11 +43,12 @@ _KINDS: Mapping[str, Any] = MappingProxyType(
         "on_miss": SkipValidation[OnMiss],  # type: ignore[misc]
     }
 )
-"""What LLMs take of options that may be objects elsewhere; their checks have better errors."""
+"""Types of options that are names in an LLM, and may be objects elsewhere. Not validated by
+pydantic: the checks of the options list the allowed names."""
 
 
 def with_fields(name: str, options: Declared) -> type[BaseModel]:
-    """A model called ``name`` with a field for each option that LLMs have.
+    """Create a pydantic model called ``name`` with a field for each option that LLMs have.
 
     Names of methods and the like are left to their checks, whose errors list what is allowed.
     """
@@ -67,7 +68,7 @@ def with_fields(name: str, options: Declared) -> type[BaseModel]:
 
 
 def with_none(options: Declared, meaning: str) -> Declared:
-    """The options with the default None, and with what that stands for."""
+    """The options with the default None. meaning: what None stands for."""
     return {
         name: (kind, replace(option, default=None, unset=meaning))
         for name, (kind, option) in options.items()
@@ -75,13 +76,13 @@ def with_none(options: Declared, meaning: str) -> Declared:
 
 
 class Arguments(BaseModel):
-    """A model whose fields are arguments, with errors in our words and for unknown names.
+    """A pydantic model of keyword arguments that raises this package's errors.
 
     Raises UnknownOption for an argument that does not exist, InvalidOption for a wrong type.
     """
 
     _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Name that is no argument -> where it belongs."""
+    """Name of an option that is given elsewhere -> where to give it."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -92,7 +93,7 @@ class Arguments(BaseModel):
             made = build(cls._arguments(given))
         except ValidationError as error:
             first = error.errors()[0]
-            # the rest of the path names the types that pydantic has tried
+            # the rest of loc names the types that pydantic has tried
             name = first["loc"][0] if first["loc"] else cls.__name__
             value = given.get(str(name), first["input"])
             meant = cls.model_fields[name].description if name in cls.model_fields else None
@@ -102,11 +103,11 @@ class Arguments(BaseModel):
         return made
 
     def _use(self) -> None:
-        """What follows once all arguments have the right types."""
+        """Called once all arguments have the right types."""
 
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments without Nones that no field allows, which wrappers pass for a default.
+        """Drop None where a field does not allow it: wrappers pass None to ask for the default.
 
         Raises UnknownOption for an argument that does not exist.
         """

@@ -169,7 +169,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     _last_report: Report | None = PrivateAttr(default=None)
 
-    # -- from arguments to an engine ------------------------------------------------------------
+    # -- building the engine --------------------------------------------------------------------
 
     def _use(self) -> None:
         self._check()
@@ -194,7 +194,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         return ModelSource.model_construct(engine=self.engine, **given)
 
     def _attach(self) -> None:
-        """Load the model, or take the engine that was given; then say what the engine is."""
+        """Load the model, or take the given engine; then set the fields to its settings."""
         source = self._source()
         self.engine = engine_of(source)
         for name, value in facts_of(self.engine).items():
@@ -218,16 +218,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         without.__dict__.pop("engine", None)
         return super(LocalLLM, without).__getstate__()
 
-    if not TYPE_CHECKING:  # type checkers would accept any attribute, and no argument
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            if args:
-                name = "engine" if isinstance(args[0], Engine) else "model"
-                raise InvalidOption(
-                    f"{type(self).__name__}({args[0]!r}); arguments need their names, give "
-                    f"{name}={args[0]!r}"
-                )
-            super().__init__(**kwargs)
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:  # noqa: ANN401
             if name == "engine":

@@ -1,4 +1,4 @@
-"""Tools of a chat model: how calls are written, held to a schema, and read; turns of a chat.
+"""Tool calls of a chat model: their format, their JSON schema, their parsing; and chat turns.
 
 Tools are described in OpenAI's form, which both frameworks convert theirs to.
 """
@@ -60,8 +60,8 @@ def form_of(model: Model) -> ToolForm:
     template = model.tool_template
     if template is None:
         raise InvalidOption(
-            f"the chat template of {model.name!r} takes no tools, so that the model would not know "
-            "of them; retrieve in the chain, or take a model whose template does"
+            f"the chat template of {model.name!r} takes no tools; retrieve in the chain, or use "
+            "a model whose template does"
         )
     if _OPEN in template and "<function=" not in template and "<arg_key>" not in template:
         return ToolForm("arguments", tagged=True)  # Hermes, Qwen2.5, Qwen3
@@ -70,9 +70,8 @@ def form_of(model: Model) -> ToolForm:
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return ToolForm("arguments", tagged=False)  # Mistral
     raise InvalidOption(
-        f"the chat template of {model.name!r} takes tools, but has calls written in a form that is "
-        "not read here; read are those of Hermes and Qwen (<tool_call>), Llama 3 and Mistral "
-        "([TOOL_CALLS])"
+        f"the chat template of {model.name!r} takes tools, but writes calls in an unsupported "
+        "format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral ([TOOL_CALLS])"
     )
 
 
@@ -135,7 +134,7 @@ class ToolUse:
         functions = {tool["function"]["name"]: tool["function"] for tool in self.tools}
         calls, parameters = [], {}
         for number, name in enumerate(self.forced):
-            # Each tool's schema goes on at a place of its own, and its references with it.
+            # Each tool's schema moves below $defs, so its references are rewritten.
             place, schema = f"tool{number}", functions[name].get("parameters") or {}
             parameters[place] = _moved(schema, place)
             properties = {
@@ -164,7 +163,7 @@ class ToolUse:
         return ToolAnswer(text.strip()[end:].strip(), tuple(call for call in calls if call))
 
     def shown(self, text: str) -> str:
-        """The beginning of an incomplete answer that certainly belongs to no call."""
+        """The part of an incomplete answer that can be shown: it cannot belong to a tool call."""
         if self.form.tagged and not self.forced:
             before = text.partition(_OPEN)[0]
             held = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)

@@ -25,7 +25,7 @@ from samkv_integrations import formatting
 from samkv_integrations.engine.scheduler import OWNER
 from samkv_integrations.engine.tracing import below_caller
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.server import ask, chunks, completions, responses
+from samkv_integrations.server import ask, chunks, completions
 from samkv_integrations.server.bodies import ErrorBody
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import Metrics, Service, Settings
@@ -52,7 +52,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     service = Service(tenancy, settings)
     app = FastAPI(
         title="samkv", version=formatting.version(), description=_DESCRIPTION,
-        docs_url=None, redoc_url=None,  # pages that load scripts from elsewhere
+        docs_url=None, redoc_url=None,  # these pages load scripts from a CDN
         redirect_slashes=False,  # so that a wrong path is an error in OpenAI's form
         telemetry={"logs": False},  # an error's message may hold a prompt
     )  # fmt: skip
@@ -97,7 +97,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
         "default": {"model": ErrorBody, "description": "An error; docs/server.md lists them."}
     }
     guarded = APIRouter(responses=errors, dependencies=[bearer])
-    for part in (completions, responses, chunks, ask):
+    for part in (completions, chunks, ask):
         guarded.include_router(part.router(service))
 
     @guarded.get("/metrics", tags=["server"], response_class=Response)

@@ -33,8 +33,8 @@ _EVENTS = """Each event's data is an object, the last one `[DONE]`. The first ha
 next ones `text`, the last but one what else the body has. An error is an object with `error`."""
 
 _NO_COLLECTION = (
-    "there is no collection that may be asked here; --collection of 'samkv serve' names some, or "
-    "the line of the key in the file of keys"
+    "this key may not ask any collection; name one with --collection of 'samkv serve', or in the "
+    "key's line of the API key file"
 )
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses of OpenAI's API.
+"""Bodies of requests and responses of OpenAI's API: completions, chats and responses.
 
 A field that the server cannot honour is accepted with its neutral value only, so that no client
 gets another answer than it asked for.
@@ -18,8 +18,8 @@ from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-"""Most stop strings of a request, and characters of each. After every token the answer is compared
-with all of them while other answers wait."""
+"""Most stop strings of a request, and characters of each. Every token is checked against all of
+them, and other answers wait meanwhile."""
 
 
 class Body(BaseModel):
@@ -246,6 +246,84 @@ class CompletionRequest(Asked):
     echo: Literal[False] = False
 
 
+def _as_messages(given: object) -> object:
+    """The input as messages in the form of chat completions."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    messages = []
+    for item in given:
+        if isinstance(item, dict) and item.get("type") in (None, "message"):
+            kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
+            if isinstance(parts := kept.get("content"), list):
+                kept["content"] = [_as_text_part(part) for part in parts]
+            item = kept  # noqa: PLW2901
+        messages.append(item)
+    return messages
+
+
+def _as_text_part(part: Any) -> object:  # noqa: ANN401
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+        return {n: part[n] for n in part.keys() - {"annotations", "logprobs"}} | {"type": "text"}
+    return part
+
+
+class TextForm(SchemaFormat):
+    """The form of an answer, with the schema beside its name."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextForm:
+        if ("schema_" in self.model_fields_set) != (self.type == "json_schema"):
+            raise PydanticCustomError(
+                "schema", "a schema goes with type 'json_schema', which needs one"
+            )
+        return self
+
+
+class TextOptions(Body):
+    """The form of an answer."""
+
+    format: TextForm = TextForm()
+
+
+class ResponseRequest(AskedInChat):
+    """``POST /v1/responses``.
+
+    input: a user message, or several messages. instructions: a system message before them.
+    max_output_tokens: the same as ``max_tokens``. store: accepted, but nothing is stored.
+    """
+
+    input: Annotated[
+        list[Message],
+        Field(min_length=1),
+        BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    text: TextOptions = TextOptions()
+    store: bool = False
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    include: Annotated[list[str], Field(max_length=0)] = []
+    tool_choice: Literal["none", "auto"] = "none"
+
+    _length: ClassVar[str] = "max_output_tokens"
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The turns for a chat template."""
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*first, *(message.turn for message in self.input)]
+
+    @property
+    def form(self) -> ResponseFormat:
+        """The form of the answer."""
+        return ResponseFormat(type=self.text.format.type, json_schema=self.text.format)
+
+
 # -- responses ----------------------------------------------------------------------------------
 
 
@@ -325,6 +403,39 @@ class Completion(_Answer):
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class OutputText(BaseModel):
+    """The text of an answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+
+
+class OutputMessage(BaseModel):
+    """The answer."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class ResponseBody(BaseModel):
+    """An answer. incomplete_details: why it was cut. samkv: its report."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    output: list[OutputMessage]
+    error: None
+    incomplete_details: dict[str, str] | None
+    usage: dict[str, Any] | None
+    samkv: Report | None = None
 
 
 def with_stream(model: type[BaseModel], events: str) -> dict[int | str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,8 +19,6 @@ from samkv_integrations.errors import (
     InvalidChunk,
     InvalidOption,
     Overloaded,
-    SamkvError,
-    StoreError,
 )
 from samkv_integrations.server.bodies import Body
 from samkv_integrations.server.failures import Failure
@@ -121,16 +119,11 @@ def router(service: Service) -> APIRouter:
     async def cache(body: Texts, request: Request) -> CachedChunks:
         """Cache texts, so that prompts reuse their KV entries.
 
-        Valid caches stay as they are. A text that cannot be cached is an error, but the others are
-        cached: ``data`` of the error's body has an entry for each text, with ``error`` if it has no
-        cache.
+        Valid caches stay as they are. A text that can have no cache is an error, and then none is
+        cached.
         """
         engine = await service.engine(request.state.tenant)
-        outcomes = await in_turn(_cache, engine, body.texts)
-        cached = [one for one in outcomes if isinstance(one, CachedChunk)]
-        if len(cached) < len(outcomes):
-            raise _failure(outcomes, len(cached))
-        return CachedChunks(data=cached)
+        return CachedChunks(data=await in_turn(_cache, engine, body.texts))
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
@@ -150,56 +143,26 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk | SamkvError]:
-    """Cache each text, or return the error that prevents it."""
-    chunks = engine.chunks
-    refs: dict[int, ChunkRef] = {}
-    outcomes: dict[int, CachedChunk | SamkvError] = {}
+def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk]:
+    """Cache the texts. Raises Failure for the first one that can have no cache."""
+    chunks, refs = engine.chunks, list[ChunkRef]()
     for place, text in enumerate(texts):
         try:
-            (refs[place],) = chunks.refer([text], must_fit=True)
+            refs += chunks.refer([text], must_fit=True)
         except (InvalidChunk, InvalidOption) as error:
-            outcomes[place] = error
-    found, failed = list(refs.values()), dict[str, SamkvError]()
-    try:
-        found = chunks.look_up(chunks.agree(found))
-        try:
-            chunks.compute(found)
-        except InvalidChunk:  # the other chunks can be cached
-            for ref in found:
-                try:
-                    chunks.compute([ref])
-                except InvalidChunk as error:
-                    failed[ref.key] = error
-    except StoreError as error:
-        found = chunks.look_up(found, "exists")
-        failed |= {ref.key: error for ref in found if ref.state == "missed"}
-    for place, ref in zip(refs, found, strict=True):
-        outcomes[place] = failed.get(ref.key) or CachedChunk(
+            failure = Failure.of(error)
+            failure.param = f"texts.{place}"
+            failure.message = f"{failure.param}: {failure.message}; no text was cached"
+            raise failure from error
+    found = chunks.look_up(chunks.agree(refs))
+    chunks.compute(found)
+    return [
+        CachedChunk(
             key=ref.key, tokens=len(ref.token_ids), bytes=chunks.n_bytes([ref]),
             was_cached=ref.state == "cached",
-        )  # fmt: skip
-    return [outcomes[place] for place in range(len(texts))]
-
-
-def _failure(outcomes: Sequence[CachedChunk | SamkvError], n_cached: int) -> Failure:
-    """The first error, with the outcome of every text in its body."""
-    failures = {
-        place: Failure.of(one) for place, one in enumerate(outcomes) if isinstance(one, SamkvError)
-    }
-    place, failure = next(iter(failures.items()))
-    data: list[Mapping[str, Any]] = [
-        one.model_dump()
-        if isinstance(one, CachedChunk)
-        else {"key": None, "error": failures[at].message}
-        for at, one in enumerate(outcomes)
-    ]
-    failure.param, failure.more = f"texts.{place}", {"data": data}
-    failure.message = (
-        f"texts.{place}: {failure.message}; {n_cached} of {len(outcomes)} texts are cached, and "
-        "data says which"
-    )
-    return failure
+        )
+        for ref in found
+    ]  # fmt: skip
 
 
 def _figures(engine: Engine, model_name: str) -> StoreFigures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -48,8 +48,8 @@ _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
 class Failure(HTTPException):
     """An error response.
 
-    type, code, param: those of OpenAI's errors; param is the wrong field of the request. more:
-    further keys of the body. cause: for the log only, as it may name folders of the server.
+    type, code, param: those of OpenAI's errors; param is the wrong field of the request.
+    cause: for the log only, as it may name folders of the server.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class Failure(HTTPException):
         super().__init__(status, message)
         self.status, self.message, self.cause = status, message, cause
         self.type, self.code, self.param = type, code, param
-        self.more: Mapping[str, Any] = {}
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -106,11 +105,8 @@ class Failure(HTTPException):
             case "json_invalid":
                 why = error.get("ctx", {}).get("error", error["msg"])
                 return cls(400, f"the body is no JSON: {why}")
-            case "extra_forbidden":
+            case "extra_forbidden" | "too_long" if error.get("ctx", {}).get("max_length", 0) == 0:
                 message = f"{param!r} is unknown or not supported here; leave it out"
-                return cls(400, message, param=param, code="unsupported_parameter")
-            case "too_long" if error.get("ctx", {}).get("max_length") == 0:
-                message = f"{param!r} is not supported here; leave it out"
                 return cls(400, message, param=param, code="unsupported_parameter")
             case "missing":
                 return cls(400, f"{param or 'the body'} is missing; give it", param=param)
@@ -128,8 +124,7 @@ class Failure(HTTPException):
     @property
     def body(self) -> dict[str, Any]:
         """The body of the response, or the last event of a stream."""
-        error = {name: getattr(self, name) for name in ("message", "type", "param", "code")}
-        return {"error": error, **self.more}
+        return {"error": {n: getattr(self, n) for n in ("message", "type", "param", "code")}}
 
     @property
     def response(self) -> JSONResponse:
@@ -138,5 +133,8 @@ class Failure(HTTPException):
 
 
 def gone() -> Failure:
-    """The client disconnected, for log and metrics. 499 is nginx's status for it."""
+    """The failure of a request whose client disconnected; only log and metrics show it.
+
+    499 is nginx's status for it.
+    """
     return Failure(status=499, message="the client is gone", code="client_gone")

@@ -39,7 +39,7 @@ _M_ARENA_MAX = -8  # of malloc.h
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSource:
-    """Plain values from which any process makes the same server. Keys are digests.
+    """The configuration of a server, which can be pickled for replicas. Keys are digests.
 
     model: any name that `load_model` takes. device, dtype: as of `load_model`.
     folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the

@@ -27,7 +27,7 @@ _FORM = "give each line as KEY, KEY NAMESPACE, or KEY NAMESPACE COLLECTION..."
 
 @dataclass(frozen=True, kw_only=True)
 class Tenant:
-    """The holder of a key.
+    """The owner of an API key: what requests with the key may use.
 
     namespace: of its chunk caches. collections: those that it may ask. owner: identifies the key
     for scheduling, as keys take turns.
@@ -68,7 +68,7 @@ class ApiKeys:
                 )
             digest = _digest(key)
             if digest in self._tenants:
-                raise InvalidOption(f"{where}: the key stands there twice; keep one")
+                raise InvalidOption(f"{where}: the key occurs twice; keep one")
             own = Tenant(namespace=rest[0], collections=tuple(rest[1:])) if rest else everybody
             self._tenants[digest] = replace(own, owner=digest.hex())
 

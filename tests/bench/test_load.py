@@ -1,18 +1,13 @@
-"""Requests of the benchmark `serve`, one by one and at once, against a server of the tests."""
+"""Requests of the benchmark `serve`, one by one, and when they are due."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from benchmarks.load import Client, Endpoint, Prompt, Record, Send, arrivals, closed_loop, open_loop
-from samkv_integrations.errors import InvalidOption
-from tests.support.chroma_server import free_port
+from benchmarks.load import Client, Endpoint, Prompt, Record, arrivals
 from tests.support.openai_endpoint import Reply, openai_endpoint
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 5}}
@@ -22,9 +17,6 @@ async def asked(url: str, prompt: Prompt = "Say.", method: str | None = None, **
     async with Client(Endpoint(url=url, **of)) as client:
         await client.pick_model()
         return await client.ask(prompt, label="m", index=3, method=method)
-
-
-# -- one request --------------------------------------------------------------------------------
 
 
 async def test_an_answer_is_timed_and_its_tokens_are_those_of_the_server() -> None:
@@ -42,23 +34,6 @@ async def test_an_answer_is_timed_and_its_tokens_are_those_of_the_server() -> No
         "model": "fake", "prompt": "Say.", "max_tokens": 16, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True}, "samkv": {"method": "auto"},
     }  # fmt: skip
-
-
-async def test_messages_go_to_the_chat_and_no_method_where_none_is_known() -> None:
-    messages = [{"role": "user", "content": "Say."}]
-    with openai_endpoint() as server:
-        record = await asked(server.url, messages, model="mine", max_tokens=2)
-    (body,) = server.bodies("chat/completions")
-    assert (body["messages"], body["model"], body["max_tokens"]) == (messages, "mine", 2)
-    assert "samkv" not in body and "prompt" not in body
-    assert record.completion_tokens == 3  # texts, where the server counts nothing
-    assert (record.prompt_tokens, record.report) == (None, None)
-
-
-async def test_an_answer_without_text_has_no_first_token() -> None:
-    with openai_endpoint(lambda body: Reply(texts=())) as server:
-        record = await asked(server.url)
-    assert (record.error, record.ttft_s, record.token_s) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -81,114 +56,6 @@ async def test_what_goes_wrong_is_named(
     assert record.error == kind
     assert record.message.startswith(message)
     assert record.completion_tokens == n_texts
-
-
-async def test_no_server_is_a_kind_of_error_while_a_load_is_sent() -> None:
-    async with Client(Endpoint(url=f"http://127.0.0.1:{free_port()}/v1", model="m")) as client:
-        record = await client.ask("Say.", label="m", index=0)
-    assert record.error == "connection"
-
-
-async def test_an_answer_that_trickles_past_the_time_is_a_timeout() -> None:
-    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        try:
-            while True:  # never silent for as long as httpx would allow
-                writer.write(b": still here\n")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        except ConnectionError:
-            writer.close()
-
-    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with Client(
-        Endpoint(url=f"http://127.0.0.1:{port}/v1", model="m", timeout_s=0.1)
-    ) as client:
-        record = await client.ask("Say.", label="m", index=0)
-    server.close()
-    assert record.error == "timeout"
-
-
-# -- what comes before --------------------------------------------------------------------------
-
-
-async def test_chunks_are_cached_a_few_a_request_and_a_key_is_sent() -> None:
-    texts = [f"text {n}" for n in range(19)]
-    with openai_endpoint() as server:
-        async with Client(Endpoint(url=server.url, api_key="secret")) as client:
-            assert await client.has_chunks()
-            await client.cache_chunks(texts)
-    bodies = server.bodies("samkv/chunks")
-    assert [text for body in bodies for text in body["texts"]] == texts
-    assert len(bodies) == 3
-    assert server.keys == ["Bearer secret"]
-
-
-async def test_another_server_has_no_chunks() -> None:
-    with openai_endpoint(knows_chunks=False) as server:
-        async with Client(Endpoint(url=server.url)) as client:
-            assert not await client.has_chunks()
-            with pytest.raises(
-                InvalidOption, match=r"POST .*/v1/samkv/chunks failed \(404: no 404"
-            ):
-                await client.cache_chunks(["text"])
-
-
-async def test_a_server_that_is_not_there_is_said_before_a_load_is_sent() -> None:
-    async with Client(Endpoint(url=f"http://127.0.0.1:{free_port()}/v1")) as client:
-        with pytest.raises(InvalidOption, match="start one with 'samkv serve'"):
-            await client.pick_model()
-
-
-# -- many requests ------------------------------------------------------------------------------
-
-
-class Sender:
-    """Sends that take a few turns of the loop, and know how many were under way at once."""
-
-    def __init__(self, n: int) -> None:
-        self.sends: Sequence[Send] = [self._of(index) for index in range(n)]
-        self.running = self.peak = 0
-        self.due: dict[int, float | None] = {}
-
-    def _of(self, index: int) -> Send:
-        async def send(due: float | None) -> Record:
-            self.due[index] = due
-            self.running += 1
-            self.peak = max(self.peak, self.running)
-            for _ in range(index % 3 + 1):  # some overtake others
-                await asyncio.sleep(0)
-            self.running -= 1
-            return Record(label="m", index=index)
-
-        return send
-
-
-@pytest.mark.parametrize("n_clients", [1, 3, 8])
-async def test_a_closed_loop_keeps_its_clients_busy_and_sends_everything_once(
-    n_clients: int,
-) -> None:
-    sender = Sender(11)
-    records = await closed_loop(sender.sends, n_clients)
-    assert sorted(record.index for record in records) == list(range(11))
-    assert sender.peak == n_clients
-    assert set(sender.due.values()) == {None}
-
-
-async def test_an_open_loop_sends_each_when_it_is_due() -> None:
-    sender, delays = Sender(4), [0.03, 0.0, 0.01, 0.02]
-    began = time.perf_counter()
-    records = await open_loop(sender.sends, delays)
-    assert [record.index for record in records] == [0, 1, 2, 3]
-    assert list(sender.due) == [1, 2, 3, 0]
-    for index, delay in enumerate(delays):
-        due = sender.due[index]
-        assert due is not None
-        start = due - delay
-        assert start >= began
-        assert start == pytest.approx((sender.due[1] or 0) - delays[1])
 
 
 def test_arrivals_are_those_of_a_poisson_process_with_a_seed() -> None:

@@ -88,11 +88,3 @@ def test_ratios_are_of_medians_over_the_prompts_that_both_answered() -> None:
     low, high = rows[0]["ttft_ratio_low"], rows[0]["ttft_ratio_high"]
     assert (low, high) == pytest.approx((0.1, 0.2))  # both prompts the one, both the other
     assert (rows[3]["ttft_ratio_low"], rows[3]["ttft_ratio_high"]) == (0.8, 0.8)
-
-
-def test_a_row_without_answers_has_no_times() -> None:
-    (row,) = rows_of([block("recompute", failed(1, "429"), failed(2, "timeout"))])
-    assert row["errors"] == {"429": 1, "timeout": 1}
-    assert row["requests_per_s"] == row["output_tokens_per_s"] == 0
-    times = ("ttft_p50_s", "token_p99_s", "gap_p90_s", "total_p50_s", "ttft_ratio", "wait_p50_s")
-    assert [row[name] for name in times] == [None] * len(times)

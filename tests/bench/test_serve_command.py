@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,7 @@ import pytest
 
 from benchmarks.serve import serving
 from samkv_integrations.cli.serve import KEYS_VARIABLE
-from samkv_integrations.errors import InvalidOption
-from tests.bench.running import error_of, ran, run
-from tests.support.chroma_server import free_port
+from tests.bench.running import error_of, ran
 from tests.support.openai_endpoint import Endpoint, Reply, openai_endpoint
 
 COMMAND = ("serve",)
@@ -57,61 +54,6 @@ def test_methods_stand_side_by_side_and_json_is_one_object(server: Endpoint) -> 
     assert all(any(text in prompt for text in cached) for prompt in prompts)
 
 
-def test_the_table_names_loads_ratios_and_errors() -> None:
-    def reply(body: dict[str, Any]) -> Reply:
-        is_late = body["samkv"]["method"] == "recompute" and not next(numbers) % 4
-        return Reply(status=429) if is_late else Reply()
-
-    numbers = iter(range(1, 100))
-    with openai_endpoint(reply) as endpoint:
-        loads = ("--requests", "4", "--concurrency", "1,2")
-        out = ran(*COMMAND, "--url", endpoint.url, *loads)
-    assert "first" in out and "requests" in out
-    names = [line.split()[:6] for line in out.splitlines() if " of 4 " in line]
-    assert names == [
-        [name, n, "clients", answered, "of", "4"]
-        for n in "12"
-        for name, answered in (("auto", "4"), ("recompute", "3"))
-    ]
-    assert "recompute, 1 clients: 1 x 429 (no 429)" in out
-    assert "of recompute's" in out
-
-
-def test_another_endpoint_is_measured_as_it_is() -> None:
-    with openai_endpoint(knows_chunks=False) as endpoint:
-        result = run(*COMMAND, "--url", endpoint.url, *SMALL, "--model", "mine", "--json")
-    assert result.exit_code == 0, result.output
-    assert "has no samkv/chunks: it is measured as it is" in result.stderr
-    found = json.loads(result.stdout)
-    assert found["model"] == "mine"
-    (row,) = found["rows"]
-    assert (row["label"], row["answered"], row["ttft_ratio"]) == ("as-served", 4, None)
-    bodies = endpoint.bodies("completions")
-    assert len(bodies) == 5
-    assert not any("samkv" in body for body in bodies)
-
-
-def test_requests_come_at_a_rate_and_every_one_is_kept(server: Endpoint, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = (*COMMAND, "--url", server.url, "--rate", "500,1000", "--requests", "3", "--rounds",
-               "1", "--chat", "--api-key", "secret", "--output", str(folder))  # fmt: skip
-    ran(*command)
-    lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert len({(row["id"], row["label"]) for row in rows}) == len(rows) == 2 * 2 * 3
-    assert {row["pace"] for row in rows} == {"500/s", "1000/s"}
-    assert {row["completion_tokens"] for row in rows} == {3}
-    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    assert {"version", "commit", "hardware"} < set(settings)
-    assert "secret" not in (folder / "run.json").read_text(encoding="utf-8")
-    assert server.keys[0] == "Bearer secret"
-    assert len(server.bodies("chat/completions")) == 2 * (2 * 3 + 1)
-    again = error_of(*command)
-    assert "a load cannot go on where it was stopped" in again and "--fresh" in again
-    ran(*command, "--fresh")
-    assert len((folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()) == len(rows)
-
-
 # -- options ------------------------------------------------------------------------------------
 
 
@@ -119,27 +61,16 @@ def test_requests_come_at_a_rate_and_every_one_is_kept(server: Endpoint, tmp_pat
     ("options", "message"),
     [
         (("--methods", "atuo"), "did you mean 'auto'?"),
-        (("--methods", ""), "name each once, at least one"),
         (("--concurrency", "2", "--rate", "1"), "give one of them"),
-        (("--concurrency", "many"), "--concurrency 'many'; give whole numbers"),
         (("--concurrency", "0"), "concurrency=0; it must be at least 1"),
-        (("--rate", "fast"), "--rate 'fast'; give numbers"),
-        (("--rate", "-1"), "rate=-1; it must be above 0"),
         (("--requests", "8"), "only busy with 16 requests or more"),
-        (("--rounds", "0"), "rounds=0; it must be at least 1"),
         (("--url", "localhost"), "give one such as http://127.0.0.1:8000/v1"),
         (("--url", "http://a/v1", "--shape", "builtin"), "runs already; leave it out"),
         (("--url", "http://a/v1", "--dtype", "float32"), "dtype=float32, but url="),
-        (("--shape", "gpt"), "unknown shape 'gpt'"),
-        (("--layers", "2"), "layers=2, but no shape is given"),
         (("--model", "builtin", "--shape", "builtin"), "give one of them"),
-        (("--shape", "builtin", "--chunks", "0"), "chunks=0; it must be at least 1"),
-        (("--shape", "builtin", "--warm-share", "1.5"), "warm_share=1.5; it must be"),
         (("--chunks", "4"), "random words come with a shape"),
         (("--questions", "nothing.jsonl"), "unknown questions 'nothing.jsonl'"),
         (("--dir", "nowhere"), "is not there, or not writable"),
-        (("--max-tokens", "0"), "max_tokens=0; it must be at least 1"),
-        (("--timeout", "0"), "timeout=0.0; it must be above 0"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(
@@ -147,11 +78,6 @@ def test_mistakes_are_named_before_anything_starts(
 ) -> None:
     assert message in error_of(*COMMAND, *options)
     assert not list(working_folder.iterdir())
-
-
-def test_a_server_that_is_not_there_is_named() -> None:
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    assert f"no server answers at {url}" in error_of(*COMMAND, "--url", url, *SMALL)
 
 
 # -- a server of its own ------------------------------------------------------------------------
@@ -196,26 +122,6 @@ def test_it_ends_whatever_happens(tmp_path: Path, error: type[BaseException]) ->
     with pytest.raises(error), pretend(tmp_path):
         raise error
     assert has_ended(tmp_path)
-
-
-def test_it_ends_when_its_owner_is_told_to(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, pretend(tmp_path):
-        assert signal.getsignal(signal.SIGTERM) != before  # else this process would end here
-        signal.raise_signal(signal.SIGTERM)
-    assert ended.value.code == 128 + signal.SIGTERM
-    assert has_ended(tmp_path)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_one_that_does_not_start_is_quoted(tmp_path: Path) -> None:
-    with (
-        pytest.raises(
-            InvalidOption, match=r"\(exit code 1\): loading samkv: no model of that name;"
-        ),
-        pretend(tmp_path, "--fail"),
-    ):
-        raise AssertionError("not reached")
 
 
 @pytest.mark.slow  # a server process, and eight prompts of long documents

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import disk, ingest, latency, memory
+from benchmarks import ingest, latency, memory
 
 
 def report(ttft_s: float, **changes: object) -> dict[str, Any]:
@@ -66,18 +65,6 @@ def test_ingest_figures() -> None:
     }
 
 
-def test_files_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (1, 3 << 20, 0)
-    files = [tmp_path / str(size) for size in sizes]
-    for file, size in zip(files, sizes, strict=True):
-        file.write_bytes(b"x" * size)
-    assert [disk._read(file) for file in files] == list(sizes)
-    ticks = iter(range(100))
-    monkeypatch.setattr(disk.time, "perf_counter", lambda: next(ticks))
-    assert disk.read_bytes_per_s(files, cold=False, repeats=2) == sum(sizes)
-    assert disk.read_bytes_per_s([], cold=False, repeats=2) is None
-
-
 def test_the_peak_of_known_allocations_is_exact() -> None:
     def call() -> torch.Tensor:
         first = torch.empty(1000, dtype=torch.float32)
@@ -105,12 +92,6 @@ def test_what_an_earlier_call_left_in_a_cycle_lowers_no_peak() -> None:
     cpu = torch.device("cpu")
     assert memory.peak_of(Cyclic, cpu).tensor_bytes == 20_000
     assert memory.peak_of(collects, cpu).tensor_bytes == 4_000
-
-
-def test_python_s_own_memory_counts_apart() -> None:
-    peak = memory.peak_of(lambda: bytearray(1_000_000), torch.device("cpu"))
-    assert peak.tensor_bytes == 0
-    assert 1_000_000 <= peak.python_bytes < 1_100_000
 
 
 def test_the_highest_sum_counts() -> None:

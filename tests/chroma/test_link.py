@@ -15,7 +15,6 @@ from chromadb.errors import InternalError
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.chroma.client import chroma_errors, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, Retrieved
@@ -28,7 +27,7 @@ from samkv_integrations.errors import (
     UnknownOption,
 )
 from tests.support.chroma_link import VECTOR, any_bytes_of, client_of, link_of
-from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
+from tests.support.records import RECORDS, TEXTS, builtin
 
 IDS = [record.name for record in RECORDS]
 
@@ -108,30 +107,6 @@ class TestAdd:
         assert (result.n_cached, result.n_hit) == (2, 0)
         assert engine.is_cached(TEXTS[0])
 
-    def test_a_new_chunk_is_tokenised_and_looked_up_once(
-        self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        tokenised, opened = [], []
-        engine = link.engine
-        tokenize, open_ = engine.model.tokenize, engine.store.open
-
-        def tokenise(text: str, *, special: bool) -> list[int]:
-            tokenised.append(text)
-            return tokenize(text, special=special)
-
-        def opens(key: str, *rest: Any) -> StoredChunk:
-            opened.append(key)
-            return open_(key, *rest)
-
-        monkeypatch.setattr(engine.model, "tokenize", tokenise)
-        monkeypatch.setattr(engine.store, "open", opens)
-        try:
-            link.add(IDS, TEXTS, embedding.embed(TEXTS))
-        finally:
-            monkeypatch.undo()  # the model is everyone's
-        assert tokenised == TEXTS
-        assert sorted(opened) == engine.store.keys(engine.fingerprint)
-
     def test_known_id_is_replaced(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
         # Collection.add would silently keep the old text
         assert link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1])).n_released == 0
@@ -154,10 +129,6 @@ class TestAdd:
         assert {id_: text for id_, (text, _) in records(link).items()} == dict(
             zip(IDS, TEXTS, strict=True)
         )
-
-    def test_nothing_is_nothing(self, link: ChromaLink) -> None:
-        result = link.add([], [], [])
-        assert (result.n_records, result.n_cached, result.n_hit, result.bytes_on_disk) == (0,) * 4
 
     def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
         two = embedding.embed(TEXTS[:2])
@@ -187,10 +158,6 @@ class TestQuery:
             )
             distances = [hit.distance for hit in found]
             assert len(found) == 3 and distances == sorted(distances)
-
-    def test_more_than_there_are(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        link.add(IDS[:2], TEXTS[:2], embedding.embed(TEXTS[:2]))
-        assert len(link.query(embedding.embed(["workers"])[0], 9)) == 2
 
     def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
         vector = embedding.embed(["workers"])[0]
@@ -224,26 +191,7 @@ def test_what_another_process_deletes_is_left_out(
     assert "another process has changed collection 'town'" in caplog.text
 
 
-def test_from_question_to_answer(link: ChromaLink, embedding: HashingEmbedding) -> None:
-    link.add(IDS, TEXTS, embedding.embed(TEXTS))
-    for record in RECORDS:
-        texts = [hit.text for hit in link.query(embedding.embed([record.question])[0], 4)]
-        prompt = COMPLETION_TEMPLATE.format(
-            context_str="\n\n".join(texts), query_str=record.question
-        )
-        answer = link.engine.generate(prompt, texts, max_new_tokens=8)
-        assert answer.text.strip() == record.workers
-        assert (answer.report.found, answer.report.chunk_misses) == (4, {})
-
-
 class TestOpenCollection:
-    def test_opens_what_was_made(self, tmp_path: Path) -> None:
-        made = open_collection(tmp_path, "town", create=True)
-        made.upsert(ids=["a"], documents=["text"], embeddings=[[1.0, 0.0]])
-        for create in (False, True):
-            opened = open_collection(tmp_path, "town", create=create)
-            assert (opened.id, opened.count()) == (made.id, 1)
-
     def test_chroma_gets_no_embedding_function_and_sends_no_telemetry(self, tmp_path: Path) -> None:
         collection = open_collection(tmp_path, "town", create=True)
         assert collection._embedding_function is None
@@ -295,22 +243,10 @@ class TestHashingEmbedding:
         assert one == shouted != other
         assert len(one) == 1024 and math.isclose(math.hypot(*one), 1, rel_tol=1e-9)
 
-    def test_pairs_of_words_count(self, embedding: HashingEmbedding) -> None:
-        asked, same_order, other_order = embedding.embed(
-            ["brook mill", "brook mill race", "race mill brook"]
-        )
-        assert _dot(asked, same_order) > _dot(asked, other_order) > 0
-
     def test_same_as_ever(self) -> None:
         # Vectors of a collection must fit the questions of later processes and releases.
         vector = [0.4472135954999579, 0.0, 0.0, 0.0, 0.0, -0.8944271909999159, 0.0, 0.0]
         assert HashingEmbedding(8).embed(["pale brook mill"]) == [pytest.approx(vector)]
-
-    def test_edges(self, embedding: HashingEmbedding) -> None:
-        assert embedding.embed([]) == []
-        assert not any(embedding.embed(["?!"])[0])
-        with pytest.raises(InvalidOption, match="n_dims=0"):
-            HashingEmbedding(0)
 
 
 @pytest.mark.parametrize(
@@ -330,10 +266,6 @@ def test_missing_package_names_the_extra(
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
-
-
-def _dot(a: list[float], b: list[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
 
 
 class TestNothingIsLeft:
@@ -385,30 +317,6 @@ class TestNothingIsLeft:
         assert done.returncode == 0, done.stderr
         held = [f for f in (tmp_path / "chroma").rglob("*") if f.is_file()]
         assert held and not [f for f in held if TEXTS[0].encode()[10:40] in f.read_bytes()]
-
-
-def test_no_figures_of_others_are_asked_for(
-    link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was written is known; before, all that the store holds was counted, twice."""
-    link.engine.cache_chunks(TEXTS[3:4])
-    before = link.engine.store.stats().bytes
-    with monkeypatch.context() as without:
-        without.setattr(link.engine.store, "stats", _not_called)
-        result = link.add(IDS[:2], TEXTS[:2], embedding.embed(TEXTS[:2]))
-    assert result.bytes_on_disk == link.engine.store.stats().bytes - before > 0
-
-
-def test_many_caches_are_deleted_at_once(
-    link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link.add(IDS, TEXTS, embedding.embed(TEXTS))
-    calls, delete = [], link.engine.store.delete
-    monkeypatch.setattr(
-        link.engine.store, "delete", lambda *keys: (calls.append(keys), delete(*keys))[1]
-    )
-    link.clear()
-    assert [len(keys) for keys in calls] == [len(set(TEXTS))]
 
 
 def test_records_of_chunks_that_another_process_caches(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 from pathlib import Path
 
 import httpx
@@ -55,25 +54,6 @@ def test_the_store_is_kept_in_line_with_a_servers_records(town: Path, server: st
     of_server = ("--collection", "kept", "--chroma", server)
     (done,) = rows_of("store", "sync", *of_server)
     assert (done["n_records"], done["n_cached"]) == (len(RECORDS), 2)
-    assert rows_of("store", "warm", *of_server)[0]["n_chunks"] == len(RECORDS)
-
-
-def test_a_machine_pulls_the_caches_of_a_servers_collection(
-    town: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SAMKV_STORE_SECRET", "5a" * 32)
-    monkeypatch.setenv("SAMKV_REMOTE", (tmp_path / "shared").as_uri())
-    of_server = ("--chroma", server)
-    (town / "rest").mkdir()
-    (town / "rest/letter.txt").write_text("The ferry takes three hours.")
-    ran("ingest", str(town / "rest"), "--collection", "rest", *of_server)
-    shutil.rmtree(town / "rest")
-    ran("ingest", str(town), "--collection", "pulled", *of_server)
-    pull = ("store", "pull", "--dir", "second", "--collection", "pulled")
-    (done,) = rows_of(*pull, *of_server)
-    assert done["n_chunks"] == len(RECORDS)
-    (row,) = rows_of("ask", QUESTION, "--dir", "second", "--collection", "pulled", *of_server)
-    assert (row["found"], row["chunk_misses"]) == (4, {})
 
 
 @pytest.mark.parametrize(

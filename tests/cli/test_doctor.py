@@ -7,32 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine import doctor
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.doctor import Check
-from samkv_integrations.evaluation import checkup
 from samkv_integrations.model.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
-from tests.support.models import SHAPE
 
 
 @pytest.fixture(autouse=True)
 def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take longest, and have their own tests."""
     monkeypatch.setattr(doctor, "SAMPLES", doctor.SAMPLES[:3])
-    monkeypatch.setattr(checkup, "SAMPLES", doctor.SAMPLES[:3])
-    monkeypatch.setattr(checkup, "FURTHER_QUESTIONS", ())
-    monkeypatch.setattr(checkup, "METHODS", ("reuse",))
 
 
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
     rows = rows_of("doctor", "--model", tiny)
     assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)
     checks = [Check(name="rotation", ok=True, detail="off by 0")]
-    monkeypatch.setattr(checkup, "checkup", lambda model, store, asked: iter(checks))
+    monkeypatch.setattr(doctor, "examine", lambda model, store: iter(checks))
     told = " ".join(ran("doctor", "--model", tiny, "--dtype", "bfloat16").split())
     assert told.endswith("in bfloat16 on cpu: computed as by transformers")
     checks = [Check(name="rotation", ok=False, detail="off by 3")]
@@ -53,30 +47,6 @@ def test_the_doctor_keeps_what_passes_cost_where_ask_looks(town: Path) -> None:
     torch.set_num_threads(2)
     ran("ingest", str(town), "--dir", "kept")
     assert ChunkStore(Path("kept/kv")).note(name_of(load_model("builtin"))) is not None
-
-
-def test_the_doctor_asks_the_questions_that_it_is_given(working_folder: Path, tiny: str) -> None:
-    Path("asked.jsonl").write_text(
-        '{"question": "Who?", "answers": ["Ida"], "documents": ["The line was laid by Ida."]}'
-    )
-    row = rows_of("doctor", "--model", tiny, "--questions", "asked.jsonl")[-1]
-    assert row["check"] == "answers" and row["ok"]
-    assert "right answers, of 1 question of yours: full prefill 0, reuse 0" in row["detail"]
-    Path("asked.jsonl").write_text('{"question": "Who?", "answers": ["Ida"]}')
-    wrong = ("doctor", "--model", "nowhere/at/all", "--questions")
-    assert "asked.jsonl, line 1: no documents" in error_of(*wrong, "asked.jsonl")
-    assert "missing.jsonl does not exist" in error_of(*wrong, "missing.jsonl")
-
-
-def test_a_model_of_another_family_is_refused(working_folder: Path) -> None:
-    GPT2Config().save_pretrained(working_folder / "gpt2")
-    assert "'gpt2' is not supported; supported: cohere" in error_of("doctor", "--model", "gpt2")
-
-
-def test_a_model_with_changing_frequencies_is_refused(working_folder: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    LlamaConfig(rope_parameters=rope, **SHAPE).save_pretrained(working_folder / "model")
-    assert "'dynamic'" in error_of("doctor", "--model", "./model")
 
 
 def test_a_model_that_is_not_there(working_folder: Path) -> None:

@@ -19,12 +19,12 @@ MILL = "The mill stands by the river, and its wheel is green."
 BAKER = "The baker lives next door, and sells bread every morning."
 
 
-def pdf(path: Path, title: str = "Die Mühle") -> None:
+def pdf(path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
 
-    with rc_context({"pdf.fonttype": 42}), PdfPages(path, metadata={"Title": title}) as pages:
+    with rc_context({"pdf.fonttype": 42}), PdfPages(path) as pages:
         for text in (MILL, BAKER):
             page = Figure()
             page.text(0.1, 0.8, text)
@@ -80,22 +80,8 @@ def test_each_kind_is_read(write: Callable[[Path], None], tmp_path: Path) -> Non
     assert len(found.pages) == (2 if write is pdf else 1)
     if write is pdf:
         assert BAKER in found.pages[1]
-        assert found.title == "Die Mühle"
     if write is html:
         assert found.title == "The mill" and "Größe" in found.text
-
-
-@pytest.mark.parametrize(
-    "damage", [b"/Title 17", b"/Title 1 0 R", b"/Title [(mill)]", b"(mill) (("]
-)
-def test_a_pdf_with_damaged_information_is_read(damage: bytes, tmp_path: Path) -> None:
-    file, title = tmp_path / "file.pdf", b"/Title (The yellow mill)"
-    pdf(file, "The yellow mill")
-    whole = file.read_bytes()
-    assert title in whole
-    file.write_bytes(whole.replace(title, damage.ljust(len(title))))
-    found = read_document(file)
-    assert MILL in found.text and found.title == ""
 
 
 def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +130,7 @@ def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
         for one in records["metadatas"]
     }
     assert places == {
-        ("file.pdf", 1, "Die Mühle"), ("file.pdf", 2, "Die Mühle"), ("file.docx", None, None),
+        ("file.pdf", 1, None), ("file.pdf", 2, None), ("file.docx", None, None),
         ("file.html", None, "The mill"),
     }  # fmt: skip
     assert "2 chunks deleted" in ran("store", "forget", str(folder / "file.pdf"))

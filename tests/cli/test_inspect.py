@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from samkv_integrations.cli import tables
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -38,17 +36,6 @@ def test_it_shows_what_became_of_each_token(ingested: Path) -> None:
     assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31mRed." in shown
     of_layer = ran("inspect", QUESTION, *HOW, "--layer", "7")
     assert "at layer 7: " in of_layer and of_layer.split("What became")[0] != table
-
-
-def test_colours_where_a_terminal_has_them(ingested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def coloured(*, stderr: bool = False) -> Console:
-        return Console(force_terminal=True, color_system="standard", width=100, markup=False)
-
-    plain = ran("inspect", QUESTION, *HOW)
-    monkeypatch.setattr(tables, "console", coloured)
-    shown = ran("inspect", QUESTION, *HOW)
-    assert "<recomputed>" in plain and "<recomputed>" not in shown
-    assert "\x1b[30;43mrecomputed\x1b[0m" in shown and "\x1b[32m" in shown
 
 
 def test_json_and_the_page(ingested: Path, tmp_path: Path) -> None:

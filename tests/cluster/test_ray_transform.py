@@ -1,9 +1,8 @@
-"""The transform of LlamaIndex in an actor of Ray, made of plain arguments."""
+"""The transform in the ingestion pipeline of LlamaIndex that runs on Ray."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from llama_index.core.schema import TextNode
@@ -15,28 +14,6 @@ from tests.support.documents import texts_of_many_lengths
 pytestmark = pytest.mark.usefixtures("cluster")
 
 TEXTS = texts_of_many_lengths(12)
-
-
-class Actor:
-    """Makes and calls a transform as `RayTransformComponent` does."""
-
-    def __init__(self, kind: type[SamKVCacheTransform], arguments: dict[str, Any]) -> None:
-        self.transform = kind(**arguments)
-
-    def run(self, nodes: list[TextNode]) -> list[Any]:
-        return [*self.transform(nodes, show_progress=False)]
-
-
-@pytest.mark.slow  # begins a cluster, whose workers take their time to import torch
-def test_an_actor_makes_a_transform_of_plain_arguments(tmp_path: Path, tiny: str) -> None:
-    arguments = {"model_name": tiny, "kv_dir": str(tmp_path / "kv"), "namespace": "town"}
-    nodes = [TextNode(text=text) for text in TEXTS]
-    import ray
-
-    actor = ray.remote(num_cpus=1)(Actor).remote(SamKVCacheTransform, arguments)
-    assert ray.get(actor.run.remote(nodes)) == nodes
-    engine = engine_of(ModelSource(**arguments))
-    assert all(map(engine.is_cached, TEXTS))
 
 
 @pytest.mark.slow  # begins a cluster, whose workers take their time to import torch

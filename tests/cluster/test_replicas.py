@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from samkv_integrations.cluster.serve import Replicas, reason_in, without_request_id
+from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import get_method
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import ServerSource
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenant
-from tests.cli.running import error_of, run
+from tests.cli.running import error_of
 from tests.support.asgi import Client
 
 KEY = "sk-of-the-red-team"
@@ -85,37 +86,12 @@ def test_a_folder_that_is_not_on_the_machine_of_a_replica(tmp_path: Path, tiny: 
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_what_ray_is_told_of_as_many_replicas_as_ever() -> None:
-    options = Replicas(n_replicas=3, n_cpus=2, n_gpus=0.5, grace_s=7).deployment_options()
-    assert options["num_replicas"] == 3 and "autoscaling_config" not in options
-    assert options["max_ongoing_requests"] == options["max_queued_requests"] == 72
-    assert options["graceful_shutdown_timeout_s"] == 7
-    assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
-    assert "request_router_config" not in options
-
-
-def test_what_ray_is_told_of_replicas_that_scale() -> None:
-    replicas = Replicas(n_replicas=2, least=1, most=5, n_at_once=4, n_waiting=0)
-    assert replicas.pool.n_workers == 5
-    options = replicas.deployment_options()
-    assert "num_replicas" not in options and options["max_ongoing_requests"] == 4
-    assert options["autoscaling_config"] == {
-        "min_replicas": 1, "initial_replicas": 2, "max_replicas": 5, "target_ongoing_requests": 4,
-    }  # fmt: skip
-
-
 def test_ray_takes_what_it_is_told() -> None:
     """Ray checks names and values of options itself."""
     serve = pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
-    for replicas in (
-        Replicas(route="collection", grace_s=0),
-        Replicas(n_replicas=2, least=1, most=5, n_waiting=0),
-    ):
-        options = replicas.deployment_options()
-        made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
-        assert made.max_ongoing_requests == options["max_ongoing_requests"]
-        router = options.get("request_router_config", {}).get("request_router_class", "")
-        assert router in ("", "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter")
+    options = Replicas(pool=WorkerPool(), n_waiting=0, grace_s=0).deployment_options()
+    made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
+    assert made.max_ongoing_requests == options["max_ongoing_requests"]
 
 
 @pytest.mark.parametrize(
@@ -135,35 +111,12 @@ def test_why_no_replica_begins(message: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"n_replicas": 0},
-        {"n_cpus": 0},
-        {"least": 1},
-        {"n_replicas": 2, "least": 3, "most": 5},
-        {"n_replicas": 2, "least": 1, "most": 1},
-        {"address": "nowhere"},
-    ],
-)
-def test_numbers_that_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption):
-        Replicas(**wrong)
-
-
-def test_a_route_that_there_is_not() -> None:
-    with pytest.raises(UnknownOption, match="did you mean 'load'"):
-        Replicas(route="laod")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--replicas", "2"), "--replicas 2 is about replicas on Ray; give --ray too"),
-        (("--route", "load"), "--route load is about replicas on Ray"),
-        (("--ray-address", "auto"), "--ray-address auto is about replicas on Ray"),
-        (("--ray", "--min-replicas", "2"), "at least 2 replicas; say how many at most"),
-        (("--ray", "--min-replicas", "3", "--max-replicas", "2"), "at least 3 and at most 2"),
-        (("--ray", "--route", "laod"), "did you mean 'load'"),
+        (("--replicas", "2"), "--replicas 2 has no effect without --ray"),
+        (("--route", "load"), "'--route' was removed; put a proxy"),
+        (("--ray", "--max-replicas=2"), "'--max-replicas' was removed; the number of replicas"),
+        (("--ray-address", "auto"), "--ray-address auto has no effect without --ray"),
         (("--ray", "--device", "cuda"), "--device cuda for replicas without a GPU"),
         (("--ray", "--ray-address", "nowhere"), "address='nowhere'"),
         (("--ray", "--host", "0.0.0.0"), "--host 0.0.0.0 without API keys"),
@@ -172,9 +125,3 @@ def test_a_route_that_there_is_not() -> None:
 )
 def test_what_the_command_refuses(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in error_of("serve", "--dir", str(tmp_path), *arguments)
-
-
-def test_numbers_that_are_none() -> None:
-    for option in ("--replicas", "--replica-cpus", "--max-replicas"):
-        result = run("serve", "--ray", option, "0")
-        assert result.exit_code == 2 and option in result.stderr

@@ -12,7 +12,9 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cluster.ingest import PROBE, CacheWorker, cache_on_ray
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.cluster.ingest import PROBE, CacheWorker, add_on_ray, cache_on_ray
 from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
@@ -165,3 +167,12 @@ def test_a_cluster_that_does_not_answer_is_not_waited_for(
         pool = WorkerPool(address=f"127.0.0.1:{held.getsockname()[1]}")
         with pytest.raises(InvalidOption, match="there is no Ray cluster at '127.0.0.1:"):
             cache_on_ray(engine_in(tmp_path / "kv"), source, TEXTS[:2], pool)
+
+
+def test_a_wrong_record_is_said_before_anything_is_computed(
+    source: ModelSource, engine: Engine, tmp_path: Path
+) -> None:
+    link = ChromaLink(open_collection(tmp_path / "chroma", "town", create=True), engine)
+    with pytest.raises(InvalidOption, match="occurs twice"):
+        add_on_ray(link, source, ["a", "a"], TEXTS[:2], [[1.0], [1.0]], pool=WorkerPool())
+    assert chunk_files(tmp_path / "kv") == {}

@@ -28,25 +28,6 @@ def engine() -> Engine:
 
 
 class TestTimeout:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_langchain(self, engine: Engine, kind: type) -> None:
-        plain = kind(engine=engine, max_tokens=50)
-        for llm, given in (
-            (kind(engine=engine, max_tokens=50, timeout=SOON), {}),
-            (plain, {"timeout": SOON}),
-            (plain.bind(timeout=SOON), {}),
-        ):
-            with pytest.raises(TimedOut, match=LATE):
-                llm.invoke("Hello", **given)
-        assert plain.invoke("Hello", timeout=600)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_from_model_id(self, kind: type) -> None:
-        llm = kind.from_model_id("builtin", pipeline_kwargs={"timeout": SOON, "max_tokens": 50})
-        assert llm.timeout == SOON
-        with pytest.raises(TimedOut, match=LATE):
-            llm.invoke("Hello")
-
     def test_llama_index(self, engine: Engine) -> None:
         plain = SamKVLLM(engine=engine, max_new_tokens=50)
         for llm, given in (
@@ -61,10 +42,6 @@ class TestTimeout:
         assert plain.complete("Hello", timeout=600).text
         patient = SamKVLLM(engine=engine, max_new_tokens=5, timeout=SOON)
         assert patient.complete("Hello", timeout=600).text  # that of the call wins
-
-    def test_of_the_engine(self, engine: Engine) -> None:
-        with pytest.raises(TimedOut, match=LATE):
-            engine.generate("Hello", max_new_tokens=50, timeout=SOON)
 
     @pytest.mark.parametrize("timeout", [0, -1, "soon", True, 1e30, float("nan")])
     def test_that_nobody_could_wait(self, engine: Engine, timeout: Any) -> None:
@@ -95,10 +72,6 @@ class TestWithoutEffect:
         assert llm.complete("Hello").text == answer
         chat = ChatSamKV(engine=engine, max_tokens=3)
         assert chat.invoke("Hello", **given).text == chat.invoke("Hello").text
-
-    def test_in_pipeline_kwargs(self) -> None:
-        llm = SamKV.from_model_id("builtin", pipeline_kwargs={**HARMLESS, "max_new_tokens": 2})
-        assert llm.max_tokens == 2
 
     @pytest.mark.parametrize("name", WITHOUT_EFFECT)
     def test_is_refused_where_it_would_have_one(self, engine: Engine, name: str) -> None:
@@ -145,21 +118,6 @@ class TestTheNameThatWasGiven:
         ):
             with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
                 call()
-
-    @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
-    def test_llama_index(self, engine: Engine, name: str) -> None:
-        llm = SamKVLLM(engine=engine)
-        with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
-            llm.complete("Hello", **{name: 0})
-        with pytest.raises(InvalidOption, match=f"^{name}='5'; it must be a whole number$"):
-            list(llm.stream_complete("Hello", **{name: "5"}))
-
-    @pytest.mark.parametrize("kind", [*KINDS, SamKVLLM])
-    def test_an_argument_without_one(self, engine: Engine, kind: Any) -> None:
-        with pytest.raises(InvalidOption, match=rf"{kind.__name__}\('b'\); .* give model='b'$"):
-            kind("b")
-        with pytest.raises(InvalidOption, match="give engine=<"):
-            kind(engine, max_tokens=3)
 
 
 class TestWhereOptionsBelong:

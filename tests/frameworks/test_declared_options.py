@@ -18,10 +18,9 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.cli.arguments import with_flags
 from samkv_integrations.engine import options
-from samkv_integrations.engine.answer_settings import AnswerSettings
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.llm import fields
-from samkv_integrations.model.sampling import DECLARED, Sampling
+from samkv_integrations.model.sampling import DECLARED
 from samkv_integrations.option import Option, declared
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
@@ -114,11 +113,6 @@ class TestAllThatThereAre:
         for name, (_, option) in known.items():
             assert found[name].default == option.default, name
 
-    def test_are_settings_of_an_answer_with_the_same_defaults(self) -> None:
-        plain = AnswerSettings(sampling=Sampling())
-        for name, (_, option) in declared(options.OwnAnswerOptions).items():
-            assert getattr(plain, name) == option.default, name
-
 
 @pytest.mark.beginnings
 @pytest.mark.parametrize("kind", LLMS)
@@ -171,11 +165,3 @@ def test_type_checkers_are_told_of_the_same_fields() -> None:
 def test_every_option_is_described() -> None:
     assert all(option.description for _, option in DECLARED.values())
     assert all(option.description for option in OF_LLMS.values())
-
-
-def test_nothing_is_imported_for_a_declaration() -> None:
-    """``samkv --help`` shows descriptions, and must not wait for torch."""
-    tree = ast.parse(Path(inspect.getfile(options)).read_text(encoding="utf-8"))
-    names = [each.module or "" for each in tree.body if isinstance(each, ast.ImportFrom)]
-    ours = {name for name in names if name.startswith("samkv_integrations")}
-    assert ours == {"samkv_integrations.errors", "samkv_integrations.option"}

@@ -39,13 +39,7 @@ def llama_index_from_params(collection: Any, engine: Engine, **options: Any) -> 
     )
 
 
-def llama_index_from_collection(collection: Any, engine: Engine, **options: Any) -> Store:
-    return SamKVChromaVectorStore.from_collection(collection, engine=engine, **options)
-
-
-@pytest.fixture(
-    params=[langchain, llama_index, llama_index_from_params, llama_index_from_collection]
-)
+@pytest.fixture(params=[langchain, llama_index, llama_index_from_params])
 def opened(request: pytest.FixtureRequest) -> Opened:
     return request.param  # type: ignore[no-any-return]
 
@@ -128,18 +122,3 @@ def test_nothing_to_warn_of(
                 engine.cache_chunks([TEXTS[1]])
             opened(collection, engine)
     assert not caplog.records
-
-
-def test_a_big_collection_is_not_read(
-    filled: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = []
-    get = type(filled).get
-
-    def counted(collection: Any, **options: Any) -> Any:
-        limits.append(options.get("limit"))
-        return get(collection, **options)
-
-    monkeypatch.setattr(type(filled), "get", counted)
-    llama_index(filled, engine)
-    assert limits and all(limit is not None and limit <= 32 for limit in limits)

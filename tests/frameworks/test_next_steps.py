@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, FunctionMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
 
 import samkv_integrations.llm.engine_args as engine_args
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
 from llama_index.llms.samkv import SamKVLLM
-from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import Engine
-from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
@@ -111,24 +109,8 @@ class TestMessages:
         )  # fmt: skip
         assert seen == plain > 0
 
-    def test_a_message_of_another_kind(self, engine: Engine) -> None:
-        with pytest.raises(InvalidOption, match="a FunctionMessage is not .* put its text into"):
-            ChatSamKV(engine=engine).invoke([FunctionMessage("x", name="f")])
-        with pytest.raises(InvalidOption, match="role 'function' .* put its text into a message"):
-            SamKVLLM(engine=engine).chat([ChatMessage(role="function", content="x")])
-
 
 class TestVectorStores:
-    @pytest.mark.parametrize("name", ["a", "bad name!", "_ends_", "n" * 513])
-    def test_names_of_collections(self, engine: Engine, tmp_path: Path, name: str) -> None:
-        for make in (
-            lambda: SamKVChroma(name, OfflineEmbeddings(), engine=engine),
-            lambda: SamKVChromaVectorStore.from_params(name, persist_dir=tmp_path, engine=engine),
-            lambda: open_collection(tmp_path, name, create=True),
-        ):
-            with pytest.raises(InvalidOption, match="^collection name .*; give 3 to 512 letters"):
-                make()
-
     def test_pickles(self, engine: Engine, tmp_path: Path) -> None:
         """It was a TypeError about a lock."""
         store = SamKVChroma("town", OfflineEmbeddings(), persist_directory=str(tmp_path),

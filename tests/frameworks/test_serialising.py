@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from langchain_core.runnables import ConfigurableField
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
-from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS, Quest
 from samkv_integrations.methods import METHODS
@@ -51,29 +50,10 @@ class TestBudget:
         again = kind(engine=llm.engine, max_bytes=10**8)
         assert again.engine is llm.engine and budget() == (10**8, {"tenant": 10**6})
 
-    @pytest.mark.parametrize("kind", LLMS)
-    @pytest.mark.parametrize("wrong", [0, -1, "much", 0.5])
-    def test_is_a_number_of_bytes(self, kind: type[Any], kv: Path, wrong: object) -> None:
-        with pytest.raises(InvalidOption, match="max_bytes="):
-            kind(model_name="builtin", kv_dir=kv, max_bytes=wrong)
-
-    @pytest.mark.parametrize("kind", LLMS)
-    def test_needs_a_folder(self, kind: type[Any]) -> None:
-        with pytest.raises(InvalidOption, match="max_bytes=5 .*give kv_dir"):
-            kind(model_name="builtin", max_bytes=5)
-        with pytest.raises(InvalidOption, match="max_bytes=5 .*give kv_dir"):
-            kind(engine=Engine(builtin()), max_bytes=5)
-
     def test_goes_with_an_llm_that_is_written_and_read(self, kv: Path) -> None:
         llm = SamKVLLM(model_name="builtin", kv_dir=kv, max_bytes=10**9)
         assert SamKVLLM.from_dict(json.loads(llm.to_json())).max_bytes == 10**9
         assert SamKVLLM.from_dict(llm.to_dict(), engine=llm.engine).max_bytes == 10**9
-
-    def test_goes_with_an_llm_that_langchain_configures(self, kv: Path) -> None:
-        llm = ChatSamKV(model="builtin", kv_dir=kv, max_bytes=10**9, max_tokens=4)
-        chosen = llm.configurable_fields(max_tokens=ConfigurableField(id="n"))
-        made, _ = chosen.prepare({"configurable": {"n": 1}})
-        assert made.engine is llm.engine and made.max_bytes == 10**9
 
 
 class TestNamespace:
@@ -106,12 +86,6 @@ class TestNamespace:
         assert again.engine.is_cached(TEXT)
         with pytest.raises(InvalidOption, match="namespace='tenant'"):
             SamKVLLM.from_dict(llm.to_dict(), engine=engine_of(kv))
-
-    @pytest.mark.parametrize("kind", LLMS)
-    def test_copies_and_pickles_keep_it(self, kind: type[Any], kv: Path) -> None:
-        llm = kind(engine=engine_of(kv, namespace="tenant"))
-        for other in (copy.deepcopy(llm), pickle.loads(pickle.dumps(llm))):
-            assert other.namespace == "tenant"
 
     @pytest.mark.parametrize("kind", [ChatSamKV, SamKV])
     def test_langchain_configures_and_dumps_with_it(self, kind: type[Any], kv: Path) -> None:
@@ -191,19 +165,6 @@ class TestTheRestOfAnEngine:
         assert again.engine is llm.engine and again.to_dict() == data
         del data["engine_only"]
         assert SamKVLLM.from_dict(data).engine.fingerprint.weights
-
-    def test_a_store_of_its_own_is_refused_too(self) -> None:
-        class Elsewhere(MemoryStore):
-            """Somebody's own."""
-
-        llm = SamKVLLM(engine=Engine(builtin(), Elsewhere(), prefix="none"))
-        with pytest.raises(InvalidOption, match="prefix, store no dictionary"):
-            SamKVLLM.from_dict(llm.to_dict())
-
-    def test_what_the_llm_says_itself_needs_no_engine(self, kv: Path) -> None:
-        method = replace(METHODS["reuse"], name="mine")
-        llm = SamKVLLM(engine=engine_of(kv, method=method), method="epic")
-        assert SamKVLLM.from_dict(llm.to_dict()).method == "epic"
 
     def test_events_and_calls_go_on(self, kv: Path) -> None:
         """LlamaIndex describes an LLM for its events, whatever it cannot write of it."""

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.tool_calls import ToolForm, ToolUse, form_of
+from samkv_integrations.llm.tool_calls import ToolUse, form_of
 from samkv_integrations.model.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin
@@ -45,18 +44,6 @@ CALL = '{"name": "find_town", "arguments": {"name": "Denbury"}}'
 
 def use(form: str = "hermes", choice: object = None) -> ToolUse:
     return ToolUse.of(tool_model(form), [TOWN, DATE], choice)
-
-
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ("hermes", ToolForm("arguments", tagged=True)),
-        ("llama3", ToolForm("parameters", tagged=False)),
-        ("mistral", ToolForm("arguments", tagged=False)),
-    ],
-)
-def test_forms_are_known_by_the_template(form: str, expected: ToolForm) -> None:
-    assert form_of(tool_model(form)) == expected
 
 
 def test_templates_that_take_none_or_have_another_form() -> None:
@@ -168,38 +155,6 @@ def test_what_a_stream_shows_is_the_beginning_of_the_text(form: str, answer: str
 
 
 class TestForced:
-    @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
-    def test_random_weights_make_the_call(self, form: str) -> None:
-        engine = Engine(tool_model(form))
-        chosen = set()
-        for seed in range(4):
-            forced = use(form, "any")
-            chat = Chat([{"role": "user", "content": "Where?"}], forced.tools)
-            answer = engine.generate(
-                chat, json_schema=forced.json_schema, temperature=1.0, seed=seed
-            )
-            (call,) = forced.read(answer.text).calls
-            chosen.add(call.name)
-            if call.name == "find_date":
-                assert call.arguments["when"] in ("today", "never")
-            else:
-                assert isinstance(call.arguments["name"], str)
-        assert chosen == {"find_town", "find_date"}
-
-    @pytest.mark.parametrize(
-        "choice", ["find_date", {"type": "function", "function": {"name": "find_date"}}]
-    )
-    def test_of_one_tool(self, choice: object) -> None:
-        assert use(choice=choice).forced == ("find_date",)
-
-    @pytest.mark.parametrize("choice", ["any", "required", True])
-    def test_of_any(self, choice: object) -> None:
-        assert use(choice=choice).forced == ("find_town", "find_date")
-
-    @pytest.mark.parametrize("choice", [None, "auto", False])
-    def test_of_none(self, choice: object) -> None:
-        assert use(choice=choice).forced == () and use(choice=choice).json_schema is None
-
     @pytest.mark.parametrize("choice", ["find_river", {"type": "any"}, 3])
     def test_what_is_no_choice(self, choice: object) -> None:
         with pytest.raises(InvalidOption, match="allowed: auto, any, or one of find_town"):

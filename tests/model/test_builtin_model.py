@@ -23,7 +23,7 @@ from reference_model.evaluate import (
 )
 from reference_model.prompts import PromptForms
 from reference_model.world import World
-from samkv_integrations.evaluation.measures import exact_match
+from samkv_integrations.evaluation import exact_match
 from samkv_integrations.model.loading import builtin_path
 from tests.support.records import builtin
 

@@ -10,7 +10,8 @@ import pytest
 from selenium.webdriver import Chrome, Keys
 
 from samkv_integrations.methods import METHODS
-from tests.support.browser import Page, chromium, running
+from tests.support.browser import Page, chromium
+from tests.support.live_server import answering
 from tests.support.records import RECORDS, TEXTS
 from tests.support.served_town import BLUE, KEYS, RED, Town, fill
 from tests.support.steps import Steps
@@ -39,7 +40,7 @@ def town(driver: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Town:
 
 @pytest.fixture(scope="module")
 def address(town: Town) -> Iterator[str]:
-    with running(town) as at:
+    with answering(town.asgi, town.keys) as at:
         yield at
 
 
@@ -246,7 +247,8 @@ def test_it_fits_the_screen(page: Page, width: int) -> None:
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(driver: Chrome, tmp_path: Path) -> None:
     fill(tmp_path, "red-town", "red", TEXTS[:3])
     fill(tmp_path, "blue-town", "blue", TEXTS[3:])
-    with running(Town(tmp_path, keys=KEYS, method="reuse")) as address:
+    town = Town(tmp_path, keys=KEYS, method="reuse")
+    with answering(town.asgi, town.keys) as address:
         page = Page(driver, address)
         page.wait(lambda: "API key" in page.error)
         assert page.one("key").is_displayed()

@@ -12,10 +12,9 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.chunks import Chunks
-from samkv_integrations.errors import InvalidChunk, StoreError
+from samkv_integrations.errors import StoreError
 from samkv_integrations.server import chunks as routes
-from tests.support.records import RECORDS, TEXTS
+from tests.support.records import TEXTS
 from tests.support.served_town import BLUE, KEYS, RED, Town
 
 PATH = "/v1/samkv/chunks"
@@ -41,15 +40,6 @@ async def test_texts_are_cached_once(town: Town) -> None:
     assert again == [{**one, "was_cached": True} for one in first]
 
 
-async def test_a_prompt_is_answered_from_them(town: Town) -> None:
-    await town.json("POST", PATH, {"texts": TEXTS[:3]})
-    prompt = "Documents:\n\n" + "\n\n".join(TEXTS[:3]) + f"\n\nQuestion: {RECORDS[0].question}"
-    body = {"model": "town-model", "prompt": prompt + "\nAnswer:", "samkv": {"method": "reuse"}}
-    answer = await town.json("POST", "/v1/completions", body)
-    assert answer["samkv"]["reused"] == 3
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-
-
 async def test_what_is_deleted_is_gone(town: Town) -> None:
     await town.json("POST", PATH, {"texts": TEXTS})
     assert await town.json("DELETE", PATH, {"texts": [TEXTS[0], "never seen"]}) == {"deleted": 1}
@@ -59,57 +49,26 @@ async def test_what_is_deleted_is_gone(town: Town) -> None:
     assert [one["was_cached"] for one in again["data"]] == [False, True]
 
 
-async def test_a_text_that_cannot_be_cached_does_not_keep_others_from_it(
-    town: Town,
-) -> None:
-    texts = [TEXTS[0], " ", TEXTS[1], "long " * 5000, "half a \ud83d", TEXTS[2]]
-    found = await town.json("POST", PATH, {"texts": texts}, status=400)
-    error = found["error"]
-    assert error["param"] == "texts.1"
-    assert error["code"] == "invalid_chunk"
-    assert "3 of 6 texts are cached" in error["message"]
-    keys = [one["key"] for one in found["data"]]
-    assert [key is None for key in keys] == [False, True, False, True, True, False]
-    assert "holds no text" in found["data"][1]["error"]
-    assert "context window" in found["data"][3]["error"]
-    assert "surrogate" in found["data"][4]["error"]
-    assert all(town.engine().is_cached(text) for text in TEXTS[:3])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(" ", "holds no text"), ("long " * 5000, "context window"), ("half a \ud83d", "surrogate")],
+)
+async def test_a_text_that_cannot_be_cached_is_named(town: Town, text: str, why: str) -> None:
+    error = await town.error(400, "POST", PATH, {"texts": [TEXTS[0], text, TEXTS[1]]})
+    assert error["param"] == "texts.1" and why in error["message"]
+    assert error["message"].endswith("; no text was cached")
+    assert (await town.json("GET", PATH))["chunks"] == 0
 
 
-async def test_a_chunk_beyond_store_bits_is_found_among_others(
+async def test_a_store_that_fails_is_the_servers_fault(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = Chunks.compute
-
-    def picky(self: Chunks, chunks: Any, **options: Any) -> None:
-        if any(ref.text == TEXTS[1] for ref in chunks):
-            raise InvalidChunk("beyond store_bits")
-        compute(self, chunks, **options)
-
-    monkeypatch.setattr(Chunks, "compute", picky)
-    found = await town.json("POST", PATH, {"texts": TEXTS[:3]}, status=400)
-    assert found["error"]["param"] == "texts.1"
-    assert [one["key"] is None for one in found["data"]] == [False, True, False]
-    assert (await town.json("GET", PATH))["chunks"] == 2
-
-
-async def test_a_store_that_fails_says_what_it_took(
-    town: Town, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put, n_put = ChunkStore.put, 0
-
     def full(self: ChunkStore, chunk: Any) -> None:
-        nonlocal n_put
-        n_put += 1
-        if n_put > 1:
-            raise StoreError("the disk is full")
-        put(self, chunk)
+        raise StoreError("the disk is full")
 
     monkeypatch.setattr(ChunkStore, "put", full)
-    found = await town.json("POST", PATH, {"texts": TEXTS[:3]}, status=500)
-    assert found["error"]["code"] == "store_error"
-    assert "disk" not in json.dumps(found)
-    assert [one["key"] is None for one in found["data"]].count(True) == 2
+    error = await town.error(500, "POST", PATH, {"texts": TEXTS[:3]})
+    assert error["code"] == "store_error" and "disk" not in json.dumps(error)
 
 
 @pytest.mark.parametrize(

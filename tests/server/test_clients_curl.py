@@ -8,12 +8,8 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from tests.support.live_server import CHAT, KEY, MAX_TOKENS, LiveServer
-from tests.support.records import TEXTS
 
 ROOT = Path(__file__).parents[2]
 (COMMANDS,) = re.findall(
@@ -49,36 +45,3 @@ def test_the_curl_of_the_readme(town_address: str) -> None:
     assert answer["samkv"]["reused"] == answer["samkv"]["found"] == 4
     usage = answer["usage"]
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
-
-
-def asked(live: LiveServer, **more: object) -> list[str]:
-    body = {"model": "builtin", "messages": CHAT, "max_tokens": MAX_TOKENS, **more}
-    return [
-        f"{live.url}/chat/completions", "--header", "content-type: application/json",
-        "--header", f"authorization: Bearer {KEY}", "--data", json.dumps(body),
-    ]  # fmt: skip
-
-
-@needs_curl
-def test_an_answer_is_the_engines_own(live: LiveServer) -> None:
-    answer = json.loads(curled(*asked(live)))
-    assert answer["choices"][0]["message"]["content"] == live.answer(CHAT)
-    assert answer["samkv"]["reused"] == len(TEXTS)
-
-
-@needs_curl
-def test_a_stream_is_shown_event_by_event(live: LiveServer) -> None:
-    lines = curled("--no-buffer", *asked(live, stream=True)).split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    events: list[Any] = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-    assert text == live.answer(CHAT)
-    assert events[-1]["samkv"]["reused"] == len(TEXTS)
-
-
-@needs_curl
-def test_an_error_is_json(live: LiveServer) -> None:
-    url = f"{live.url}/models"
-    assert json.loads(curled(url))["error"]["code"] == "invalid_api_key"
-    status = curled("--output", "/dev/null", "--write-out", "%{http_code}", url)
-    assert status == "401"

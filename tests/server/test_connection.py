@@ -69,18 +69,6 @@ async def test_who_leaves_while_waiting_is_never_begun(
     assert len(begun) == 1
 
 
-async def test_nobody_waits_behind_one_who_left(app: App, steps: Steps) -> None:
-    steps.hold()
-    gone = app.client.post(PATH, LONG | {"stream": True})
-    await asyncio.to_thread(steps.wait_until_held)
-    gone.leave()
-    await gone.end()
-    steps.release()
-    reply = await app.client.posted(PATH, LONG | {"max_tokens": 3})
-    assert reply.status == 200
-    assert steps.n < 50
-
-
 async def test_a_reader_who_stalls_holds_up_nobody(app: App) -> None:
     """With room for one answer at a time."""
     stalled = app.client.post(PATH, LONG | {"stream": True})
@@ -92,14 +80,6 @@ async def test_a_reader_who_stalls_holds_up_nobody(app: App) -> None:
     stalled.leave()
     await stalled.end()
     await idle(app)
-
-
-async def test_an_answer_in_time_is_whole_though_its_client_leaves_later(app: App) -> None:
-    exchange = app.client.post(PATH, LONG | {"max_tokens": 3})
-    await exchange.end()
-    exchange.leave()
-    assert exchange.status == 200
-    assert exchange.body["usage"]["completion_tokens"] == 3
 
 
 async def test_a_key_that_is_refused_refuses_no_other(

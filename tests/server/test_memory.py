@@ -13,8 +13,6 @@ import pytest
 
 from samkv_integrations.server import run
 from samkv_integrations.server.run import return_memory
-from samkv_integrations.server.service import Settings
-from samkv_integrations.server.tenancy import Tenant
 
 OF_GLIBC = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library"
@@ -45,6 +43,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow  # a process that imports the server
 @OF_GLIBC
 def test_threads_share_two_arenas() -> None:
     done = subprocess.run([sys.executable, "-c", COUNT_ARENAS], stdout=subprocess.PIPE, check=True)
@@ -68,23 +67,3 @@ def test_that_is_done_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None
     run.spare_memory()
     assert done.acquire(timeout=10)
     assert done.acquire(timeout=10)
-
-
-@pytest.mark.parametrize("kind", ["a server", "a replica"])
-def test_each_kind_of_server_does(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spared: list[None] = []
-    monkeypatch.setattr(run, "spare_memory", lambda: spared.append(None))
-    monkeypatch.setattr(run.Server, "run", lambda *_, **__: None)
-    keys = run.ApiKeys("", Tenant())
-    settings = Settings(model_name="builtin")
-    source = run.ServerSource(model="builtin", folder=tmp_path, keys=keys, settings=settings)
-    source.database()
-    (tmp_path / "kv").mkdir()
-    if kind == "a replica":
-        source.replica()
-    else:
-        with run.listen_on("127.0.0.1", 0, keys) as listening:
-            run.run(source, listening, lambda _: None)
-    assert spared == [None]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 from opentelemetry.trace import StatusCode
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from samkv_integrations.server.app import Guard
-from samkv_integrations.server.service import Metrics
 from tests.server.conftest import App
-from tests.support.asgi import Client
 from tests.support.served import PROMPT, TEXTS
 from tests.support.steps import Steps
-from tests.support.telemetry import Told, is_below
+from tests.support.telemetry import Told
 
 PATHS = {
     "/v1/completions": {"prompt": PROMPT},
@@ -66,28 +60,6 @@ async def test_a_header_that_is_none_is_ignored(app: App, told: Told, header: st
     body = {"model": "tiny", "max_tokens": 1, "prompt": PROMPT}
     assert (await app.client.posted("/v1/completions", body, traceparent=header)).status == 200
     assert [told.sender_of(span) for span in told.answers] == [None]
-
-
-@pytest.mark.parametrize("is_instrumented", [False, True])
-async def test_the_guard_reads_the_header_if_nobody_has(
-    app: App, told: Told, is_instrumented: bool
-) -> None:
-    """FastAPI does since it has telemetry of its own; here there is no FastAPI."""
-
-    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
-        await app.engine().agenerate(PROMPT, max_new_tokens=1)
-        await Response()(scope, receive, send)
-
-    client = Client(Guard(answering, app.keys, 1000, Metrics(app.scheduler)))
-    above = told.tracer.start_as_current_span("the request") if is_instrumented else nullcontext()
-    with above as request:
-        assert (await client.got("/", traceparent=HEADER)).status == 200
-    (span,) = told.answers
-    assert span.parent is not None and span.parent.is_remote != is_instrumented
-    if request is None:
-        assert (span.parent.trace_id, span.parent.span_id) == (int(TRACE, 16), int(SPAN, 16))
-    else:
-        assert is_below(span, request)
 
 
 async def test_a_client_that_leaves_is_no_failure(app: App, told: Told, steps: Steps) -> None:

@@ -1,48 +1,20 @@
-"""A headless browser, and an application on a port of the loopback interface for it."""
+"""A headless browser, and the page of the server in it."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from samkv_integrations.server.run import listen_on
-from tests.support.served_town import Town
-
 PATIENCE_S = 120
 _PROGRAMS = (("chromium", "chromedriver"), ("google-chrome", "chromedriver"))
-
-
-@contextmanager
-def running(town: Town) -> Iterator[str]:
-    """The address of an application while it runs, in a thread."""
-    began = threading.Event()
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            began.set()
-
-    listening = listen_on("127.0.0.1", 0, town.keys)
-    server = Server(uvicorn.Config(town.asgi, ws="none", lifespan="off", log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    assert began.wait(PATIENCE_S)
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 @contextmanager

@@ -41,20 +41,8 @@ from langchain_samkv import (
 from langchain_samkv.documents import Mode
 from samkv_integrations import Engine
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.evaluation.measures import f1_words
-from tests.support.pipelines import (
-    ASPECTS,
-    TOP_K,
-    TURNS,
-    Ask,
-    Asked,
-    Outcome,
-    Row,
-    compared,
-    model,
-    outcome,
-    title_of,
-)
+from tests.support import pipelines
+from tests.support.pipelines import TOP_K, TURNS, Ask, Asked, Outcome, Row, title_of
 
 MAX_TOKENS = 16
 
@@ -63,12 +51,12 @@ TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
 IN_SYSTEM = "Use the following pieces of retrieved context to answer the question.\n\n{context}"
 
 
-class Library:
+class Library(pipelines.Answering):
     """The documents of the questions, cached, and in a vector store of LangChain's own."""
 
     def __init__(self, asked: Sequence[Question]) -> None:
-        self.questions = tuple(asked)
-        self.engine = Engine(model())
+        super().__init__(asked)
+        self.engine = Engine(pipelines.model())
         bodies = [body for question in asked for body in question.documents]
         self.engine.cache_chunks(bodies)
         self.store = InMemoryVectorStore(OfflineEmbeddings())
@@ -78,13 +66,6 @@ class Library:
                 for body in bodies
             ]
         )
-        self._made: dict[str, Any] = {}
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time for this name."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,8 +278,7 @@ class _SharedWords(BaseDocumentCompressor):
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks = None
     ) -> Sequence[Document]:
-        wanted = set(f1_words(query))
-        shares = {d.id: len(wanted & set(f1_words(d.page_content))) for d in documents}
+        shares = {d.id: pipelines.shared_words(query, d.page_content) for d in documents}
         return sorted(documents, key=lambda document: -shares[document.id])[:TOP_K]
 
 
@@ -424,7 +404,7 @@ class Chain:
     @property
     def aspects(self) -> tuple[str, ...]:
         """What is asked of it; where nothing makes handles, there are none to look for."""
-        return tuple(each for each in ASPECTS if each != "handles" or self.way != "text")
+        return tuple(each for each in pipelines.ASPECTS if each != "handles" or self.way != "text")
 
 
 _FIRST = "LCEL, f-string, invoke"
@@ -473,17 +453,12 @@ CHAINS: Mapping[str, Chain] = {
 
 def answers(name: str, library: Library, method: str) -> list[Outcome]:
     """What a chain answers to all questions of the library; asked once."""
-
-    def ask_all() -> list[Outcome]:
-        ask = CHAINS[name].make(Setting(library=library, method=method))
-        return [outcome(ask, question.question) for question in library.questions]
-
-    found: list[Outcome] = library.once(f"{name} / {method}", ask_all)
-    return found
+    setting = Setting(library=library, method=method)
+    return library.answers(f"{name} / {method}", lambda: CHAINS[name].make(setting))
 
 
 def measure(name: str, library: Library) -> Row:
     """One row: the default method, compared with full prefill."""
     full = answers(CHAINS[name].like or name, library, method="recompute")
     found = answers(name, library, method="samkv-guided")
-    return compared(name, CHAINS[name].way, library.questions, found, full)
+    return pipelines.compared(name, CHAINS[name].way, library.questions, found, full)

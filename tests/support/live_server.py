@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+from typer.testing import CliRunner
+
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.cli.app import app as cli
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.app import create_app
-from samkv_integrations.server.run import Server, address_of, listen_on
+from samkv_integrations.server.run import Server, ServerSource, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.support.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
@@ -24,7 +28,8 @@ METHOD = "epic"
 and `samkv-guided` may recompute a chunk that the question names whole."""
 
 MAX_TOKENS = 12
-START_S = 60.0
+PATIENCE_S = 120.0
+ROOT = Path(__file__).parents[2]
 
 ASKED = RECORDS[2]
 COMPLETION = COMPLETION_TEMPLATE.format(context_str="\n\n".join(TEXTS), query_str=ASKED.question)
@@ -51,24 +56,49 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(
-    folder: Path, *, keys: str = KEY, limits: Limits | None = None, **settings: Any
-) -> Iterator[LiveServer]:
-    """Serves the caches of the records from ``folder``, in a thread, while it is entered."""
-    scheduler = Scheduler(builtin(), limits)
-    tenancy = Tenancy(scheduler, folder, method=METHOD)
-    tenancy.engine(Tenant()).cache_chunks(TEXTS)
-    api_keys, is_ready = ApiKeys(keys, Tenant()), threading.Event()
-    wanted = Settings(**{"model_name": "builtin", "most_tokens": MAX_TOKENS, **settings})
-    server = Server(create_app(tenancy, api_keys, wanted), wanted.grace_s, is_ready.set)
-    with listen_on("127.0.0.1", 0, api_keys) as listening:
+def answering(app: FastAPI, keys: ApiKeys, grace_s: int | None = None) -> Iterator[str]:
+    """The address of an application while it runs, in a thread."""
+    is_ready = threading.Event()
+    server = Server(app, grace_s, is_ready.set)
+    with listen_on("127.0.0.1", 0, keys) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         try:
-            assert is_ready.wait(START_S), "the server did not start"
-            beside = Engine(builtin(), ChunkStore(folder / "kv"), method=METHOD, prefix_bytes=0)
-            yield LiveServer(url=f"{address_of(listening)}/v1", beside=beside)
+            assert is_ready.wait(PATIENCE_S), "the server did not start"
+            yield address_of(listening)
         finally:
             server.should_exit = True
-            thread.join(START_S)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def live_server(
+    folder: Path, *, keys: str = KEY, limits: Limits | None = None, **settings: Any
+) -> Iterator[LiveServer]:
+    """Serves the caches of the records from ``folder`` while it is entered."""
+    tenancy = Tenancy(Scheduler(builtin(), limits), folder, method=METHOD)
+    tenancy.engine(Tenant()).cache_chunks(TEXTS)
+    api_keys = ApiKeys(keys, Tenant())
+    wanted = Settings(**{"model_name": "builtin", "most_tokens": MAX_TOKENS, **settings})
+    with answering(create_app(tenancy, api_keys, wanted), api_keys, wanted.grace_s) as address:
+        beside = Engine(builtin(), ChunkStore(folder / "kv"), method=METHOD, prefix_bytes=0)
+        yield LiveServer(url=f"{address}/v1", beside=beside)
+
+
+@contextmanager
+def serving_town(folder: Path) -> Iterator[str]:
+    """Where collection ``notes`` of the sample documents is served, as the README has it.
+
+    In this process: ``samkv serve`` as a process has its own tests.
+    """
+    ingested = CliRunner().invoke(
+        cli, ["ingest", str(ROOT / "examples/town_records"), "--collection", "notes",
+              "--dir", str(folder)],
+    )  # fmt: skip
+    assert ingested.exit_code == 0, ingested.output
+    keys = ApiKeys("", Tenant(collections=("notes",)))
+    settings = Settings(model_name="builtin")
+    source = ServerSource(model="builtin", folder=folder, keys=keys, settings=settings)
+    with answering(create_app(source.tenancy(), keys, settings), keys) as address:
+        yield address

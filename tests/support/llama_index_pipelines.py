@@ -25,7 +25,6 @@ from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.indices.prompt_helper import PromptHelper
-from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.memory import Memory
@@ -64,19 +63,8 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.evaluation.measures import f1_words
-from tests.support.pipelines import (
-    TOP_K,
-    TURNS,
-    Ask,
-    Asked,
-    Outcome,
-    Row,
-    compared,
-    model,
-    outcome,
-    title_of,
-)
+from tests.support import pipelines
+from tests.support.pipelines import TOP_K, TURNS, Ask, Asked, Outcome, Row, title_of
 
 MAX_NEW_TOKENS = 32
 """Room for a question that a chat engine has condensed; the answers are far shorter."""
@@ -104,30 +92,23 @@ WAYS: Mapping[str, Way] = {
 # -- what is asked about ---------------------------------------------------------------------
 
 
-class Library:
+class Library(pipelines.Answering):
     """The documents of the questions in one folder, indexed in as many ways as pipelines need.
 
     One store holds the caches of all indexes. Close it after use.
     """
 
     def __init__(self, folder: Path, asked: Sequence[Question]) -> None:
+        super().__init__(asked)
         self.exits = ExitStack()
         # LlamaIndex makes a remote model wherever it was given none: none of that here
         self.exits.enter_context(mock.patch.object(Settings, "_llm", MockLLM()))
         self.folder = folder
-        self.questions = tuple(asked)
-        self.engine = Engine(model(), ChunkStore(folder / "kv"))
+        self.engine = Engine(pipelines.model(), ChunkStore(folder / "kv"))
         self.collections: dict[str, Any] = {}
-        self._made: dict[str, Any] = {}
 
     def close(self) -> None:
         self.exits.close()
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time for this name."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
 
     def documents(self) -> list[Document]:
         """Each with its path, which prompts show, as they do for files that LlamaIndex reads."""
@@ -167,12 +148,6 @@ class Library:
     def records(self) -> VectorStoreIndex:
         """The index that pipelines use who need no other."""
         return self.once("records", lambda: self.index("records", self.parsed()))
-
-    def stored(self) -> str:
-        """Everything that LlamaIndex has stored, as text."""
-        rows = [repr(collection.get()) for collection in self.collections.values()]
-        files = [path for path in self.folder.glob("persisted*/**/*") if path.is_file()]
-        return "\n".join([*rows, *(path.read_text("utf-8") for path in files)])
 
 
 # -- how it is asked -------------------------------------------------------------------------
@@ -557,29 +532,24 @@ class _SharedWords(BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         assert query_bundle is not None
-        wanted = set(f1_words(query_bundle.query_str))
         for found in nodes:
-            words = set(f1_words(found.node.get_content(MetadataMode.EMBED)))
-            found.score = len(wanted & words) / len(wanted)
+            text = found.node.get_content(MetadataMode.EMBED)
+            found.score = pipelines.shared_words(query_bundle.query_str, text)
         return sorted(nodes, key=lambda found: -(found.score or 0))[:TOP_K]
 
 
-def _reranked(*, first: bool) -> Make:
-    def make(setting: Setting) -> Ask:
-        rerankers: list[BaseNodePostprocessor] = [
-            SimilarityPostprocessor(similarity_cutoff=0.2),
-            _SharedWords(),
-            LongContextReorder(),
-        ]
-        ours = setting.postprocessors()
-        engine = RetrieverQueryEngine.from_args(
-            setting.retriever(3 * TOP_K),
-            llm=setting.llm(),
-            node_postprocessors=[*rerankers, *ours] if first else [*ours, *rerankers],
-        )
-        return _of_query_engine(engine)
-
-    return make
+def _reranked(setting: Setting) -> Ask:
+    rerankers: list[BaseNodePostprocessor] = [
+        SimilarityPostprocessor(similarity_cutoff=0.2),
+        _SharedWords(),
+        LongContextReorder(),
+    ]
+    engine = RetrieverQueryEngine.from_args(
+        setting.retriever(3 * TOP_K),
+        llm=setting.llm(),
+        node_postprocessors=[*rerankers, *setting.postprocessors()],
+    )
+    return _of_query_engine(engine)
 
 
 def _templates(setting: Setting) -> Ask:
@@ -598,38 +568,6 @@ def _templates(setting: Setting) -> Ask:
         return library.index("templates", library.parsed(documents))
 
     engine = library.once("templates", make).as_query_engine(
-        llm=setting.llm(), similarity_top_k=TOP_K, node_postprocessors=setting.postprocessors()
-    )
-    return _of_query_engine(engine)
-
-
-def _upserted(setting: Setting) -> Ask:
-    """Documents of which some were changed, added and deleted since they were first ingested."""
-    library = setting.library
-
-    def make() -> VectorStoreIndex:
-        now = library.documents()
-        before = library.documents()
-        for document in before[::2]:
-            document.set_content(f"{document.text} This is an old version.")
-        gone = Document(text="[Nowhere]\nNowhere is a town that was given up.", doc_id="Nowhere")
-        store = library.chroma("upserted")
-        pipeline = IngestionPipeline(
-            transformations=[
-                SentenceSplitter(chunk_size=512),
-                SamKVCacheTransform(engine=library.engine),
-                OfflineEmbedding(),
-            ],
-            vector_store=store,
-            docstore=SimpleDocumentStore(),
-            docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
-        )
-        pipeline.run(documents=[*before[1:], gone])
-        pipeline.run(documents=now)
-        pipeline.persist(str(library.folder / "persisted-pipeline"))
-        return VectorStoreIndex.from_vector_store(store, embed_model=OfflineEmbedding())
-
-    engine = library.once("upserted", make).as_query_engine(
         llm=setting.llm(), similarity_top_k=TOP_K, node_postprocessors=setting.postprocessors()
     )
     return _of_query_engine(engine)
@@ -746,10 +684,8 @@ PIPELINES: Mapping[str, Pipeline] = {
     "AutoMergingRetriever": Pipeline(
         make=_auto_merging, fails={"hits": "leaves of fewer than 16 tokens are computed as text"}
     ),
-    "rerankers before": Pipeline(make=_reranked(first=True)),
-    "rerankers after": Pipeline(make=_reranked(first=False), ways=("text", "handle")),
+    "rerankers before": Pipeline(make=_reranked),
     "metadata templates": Pipeline(make=_templates),
-    "IngestionPipeline, upserts and deletes": Pipeline(make=_upserted),
 }
 
 
@@ -758,22 +694,17 @@ PIPELINES: Mapping[str, Pipeline] = {
 
 def answers(name: str, library: Library, way: str, method: str) -> list[Outcome]:
     """What a pipeline answers to all questions of the library; asked once."""
-
-    def ask_all() -> list[Outcome]:
-        with ExitStack() as exits:
-            setting = Setting(library=library, way=way, method=method, exits=exits)
-            ask = PIPELINES[name].make(setting)
-            return [outcome(ask, question.question) for question in library.questions]
-
-    found: list[Outcome] = library.once(f"{name} / {way} / {method}", ask_all)
-    return found
+    with ExitStack() as exits:
+        setting = Setting(library=library, way=way, method=method, exits=exits)
+        key = f"{name} / {way} / {method}"
+        return library.answers(key, lambda: PIPELINES[name].make(setting))
 
 
 def measure(name: str, library: Library, way: str) -> Row:
     """One row: the default method, compared with full prefill."""
     full = answers(PIPELINES[name].like or name, library, way, method="recompute")
     found = answers(name, library, way, method="samkv-guided")
-    return compared(name, way, library.questions, found, full)
+    return pipelines.compared(name, way, library.questions, found, full)
 
 
 def cases() -> Iterator[tuple[str, str]]:

@@ -37,7 +37,6 @@ class Endpoint:
 
     url: str
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
 
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for asked, body in self.asked if asked == path]
@@ -45,7 +44,7 @@ class Endpoint:
 
 @contextmanager
 def openai_endpoint(
-    reply: Callable[[dict[str, Any]], Reply] = lambda body: Reply(), *, knows_chunks: bool = True
+    reply: Callable[[dict[str, Any]], Reply] = lambda body: Reply(),
 ) -> Iterator[Endpoint]:
     """Serves ``/v1``; ``reply`` decides on the answer to each body."""
 
@@ -53,10 +52,9 @@ def openai_endpoint(
         def log_message(self, *parts: object) -> None: ...
 
         def do_GET(self) -> None:
-            endpoint.keys.append(self.headers["Authorization"])
             if self.path == "/v1/models":
                 self.json(200, {"object": "list", "data": [{"id": "fake"}]})
-            elif self.path == "/v1/samkv/chunks" and knows_chunks:
+            elif self.path == "/v1/samkv/chunks":
                 self.json(200, {})
             else:
                 self.failed(404)
@@ -65,14 +63,14 @@ def openai_endpoint(
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             path = self.path.removeprefix("/v1/")
             endpoint.asked.append((path, body))
-            if path == "samkv/chunks" and knows_chunks:
+            if path == "samkv/chunks":
                 self.json(200, {"object": "list", "data": []})
-            elif path in ("completions", "chat/completions"):
-                self.answer(reply(body), is_chat=path.startswith("chat"))
+            elif path == "completions":
+                self.answer(reply(body))
             else:
                 self.failed(404)
 
-        def answer(self, found: Reply, *, is_chat: bool) -> None:
+        def answer(self, found: Reply) -> None:
             if found.status != 200:
                 self.failed(found.status)
                 return
@@ -81,11 +79,8 @@ def openai_endpoint(
             if found.breaks:  # of more bytes than come
                 self.send_header("Content-Length", "100000")
             self.end_headers()
-            first = {"delta": {"role": "assistant", "content": ""}} if is_chat else {"text": ""}
-            self.event({"choices": [first]})
-            for text in found.texts:
-                part = {"delta": {"content": text}} if is_chat else {"text": text}
-                self.event({"choices": [part]})
+            for text in ("", *found.texts):
+                self.event({"choices": [{"text": text}]})
             last = {"choices": [], "usage": found.usage, "samkv": found.report}
             self.event({name: value for name, value in last.items() if value is not None})
             for line in (*found.lines, *(["data: [DONE]"] if found.ends else [])):

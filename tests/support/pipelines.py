@@ -17,8 +17,9 @@ import torch
 from benchmarks.datasets import Question, load
 from samkv_integrations import AnswerStream, Engine
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.evaluation.measures import f1_words
+from samkv_integrations.evaluation import f1_words
 from samkv_integrations.model import Model, load_model
+from tests.support.handles import HANDLE
 
 TOP_K = 4
 TURNS = 3
@@ -27,7 +28,6 @@ N_QUESTIONS = 50
 BAR = 0.9
 """Share of questions that must be answered as full prefill answers them."""
 
-HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")
 _PIECE_OF_HANDLE = "samkv:"
 
 ASPECTS = ("same", "hits", "handles")
@@ -181,6 +181,36 @@ def outcome(ask: Ask, question: str) -> Outcome:
         asked=tuple(call.asked for call in calls),
         prompts=tuple(call.prompt for call in calls),
     )
+
+
+class Answering:
+    """Questions, and what was made or answered for them; each thing once."""
+
+    def __init__(self, asked: Sequence[Question]) -> None:
+        self.questions = tuple(asked)
+        self._made: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned the first time for this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def answers(self, name: str, ask: Callable[[], Ask]) -> list[Outcome]:
+        """What the pipeline of this name answers to all questions."""
+
+        def ask_all() -> list[Outcome]:
+            pipeline = ask()
+            return [outcome(pipeline, question.question) for question in self.questions]
+
+        found: list[Outcome] = self.once(name, ask_all)
+        return found
+
+
+def shared_words(question: str, text: str) -> float:
+    """The share of the question's words that a text holds: what the rerankers here go by."""
+    wanted = set(f1_words(question))
+    return len(wanted & set(f1_words(text))) / len(wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from samkv_integrations import tuning
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.evaluation.questions import Question
-from samkv_integrations.tuning.questions import Retrieved, texts_of, with_documents
+from samkv_integrations.evaluation import Question
+from samkv_integrations.tuning import Retrieved, with_documents
 from tests.support.chroma_link import link_of
 
 TEXTS = ["[Hesmere]\nHesmere lies on the Hidow.", "[Kronstead]\nKronstead lies on the Ava."]
@@ -29,21 +30,18 @@ def question(text: str, *documents: str) -> Question:
     return Question(id=text, question=text, documents=documents)
 
 
-def ready(link: ChromaLink, asked: Sequence[Question], most: int = 9, new: int = 4) -> Retrieved:
-    return with_documents(link, asked, top_k=1, max_new_tokens=new, chat=False, most=most)
+def ready(link: ChromaLink, asked: Sequence[Question], new: int = 4) -> Retrieved:
+    return with_documents(link, asked, top_k=1, max_new_tokens=new, chat=False)
 
 
-def test_a_question_gets_what_is_nearest_and_keeps_what_it_brings(link: ChromaLink) -> None:
+def test_a_question_gets_what_is_nearest_and_keeps_what_it_brings(
+    link: ChromaLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = [question("Where is Kronstead?"), question("Where is Hesmere?", TEXTS[1])]
     found = ready(link, asked).questions
     assert [one.documents for one in found] == [(TEXTS[1],), (TEXTS[1],)]
-    assert len(ready(link, asked, most=1).questions) == 1
-    assert texts_of(link) == [TEXTS[1], TEXTS[0]]  # by id
-
-
-def test_a_text_that_two_records_have_is_asked_about_once(link: ChromaLink) -> None:
-    link.add(["c"], [TEXTS[0]], HashingEmbedding().embed([TEXTS[0]]))
-    assert texts_of(link) == [TEXTS[1], TEXTS[0]]
+    monkeypatch.setattr(tuning, "MOST_QUESTIONS", 1)
+    assert len(ready(link, asked).questions) == 1
 
 
 def test_what_cannot_be_measured_is_left_out_and_counted(link: ChromaLink) -> None:

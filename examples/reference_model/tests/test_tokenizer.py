@@ -1,12 +1,8 @@
-"""The recipe's tokenizer: what it cuts where, what it keeps, and the folder that is written."""
+"""The tokenizer of the recipe: texts come back as they were, and transformers loads its folder."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
-import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,64 +12,18 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from reference_model import tokenizer as recipe
 from reference_model.network import TOKENIZER_FILES
-from reference_model.prompts import PLAIN, PromptForms
+from reference_model.prompts import PromptForms
 from reference_model.stages import STAGES
-from reference_model.tokenizer import SPECIAL, main, save_tokenizer, train_tokenizer
-from reference_model.world import Names, World
+from reference_model.tokenizer import SPECIAL, main, train_tokenizer
+from reference_model.world import World
 
 WORLD = World.load()
 FORMS = PromptForms.load()
-BOTH = {"Boris", "Here"}  # stem and ending, and a first name or a word of the prompts as well
 
 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
     return train_tokenizer(WORLD, FORMS, seed=0, samples=60)
-
-
-@pytest.fixture(scope="module")
-def plain() -> Tokenizer:
-    """It has met the plain prompt only, of which most words of the others are unknown."""
-    only = replace(
-        FORMS, forms=[FORMS.named(PLAIN)], system=["Here."], documents=FORMS.documents[:1]
-    )
-    return train_tokenizer(WORLD, only, seed=0, samples=10)
-
-
-def tokens(tokenizer: Tokenizer, text: str) -> list[str]:
-    found: list[str] = tokenizer.encode(text, add_special_tokens=False).tokens
-    return found
-
-
-def test_every_name_comes_apart_after_its_stem(trained: Tokenizer) -> None:
-    endings = sorted({*itertools.chain(*WORLD.endings.values())})
-    names = [(stem, ending) for stem in WORLD.stems for ending in endings]
-    for before, mark in ((" ", "Ġ"), ("", "")):
-        texts = [f"{before}{stem}{ending}" for stem, ending in names]
-        whole = set()
-        for (stem, ending), found in zip(
-            names, trained.encode_batch(texts, add_special_tokens=False), strict=True
-        ):
-            if found.tokens[0] == mark + stem:
-                assert "".join(found.tokens[1:]) == ending
-            else:
-                whole.add(stem + ending)
-        assert whole == BOTH
-
-
-@pytest.mark.parametrize("held_out", [False, True])
-def test_a_person_is_a_first_name_a_stem_and_pieces_of_an_ending(
-    trained: Tokenizer, held_out: bool
-) -> None:
-    names = Names(WORLD, random.Random(0), held_out=held_out)
-    for _ in range(25):
-        first, last = names.draw("person").split()
-        stem = next(stem for stem in WORLD.stems if last.startswith(stem))
-        ending = tokens(trained, last.removeprefix(stem))
-        assert tokens(trained, f" {first} {last}") == [f"Ġ{first}", f"Ġ{stem}", *ending]
-        assert tokens(trained, f"{first} {last}") == [first, f"Ġ{stem}", *ending]
-        path = itertools.accumulate(tokens(trained, f"/{first}-{last}.txt".lower()))
-        assert f"/{first}-{stem}".lower() in path
 
 
 def test_text_comes_back_as_it_was(trained: Tokenizer) -> None:
@@ -85,39 +35,6 @@ def test_text_comes_back_as_it_was(trained: Tokenizer) -> None:
     for text in texts:
         ids = trained.encode(text, add_special_tokens=False).ids
         assert trained.decode(ids, skip_special_tokens=False) == text
-
-
-def test_a_new_line_is_always_a_token_of_its_own(trained: Tokenizer) -> None:
-    assert [token for token in trained.get_vocab() if "Ċ" in token] == ["Ċ"]
-    one, other = "[Dakburg]\nDakburg holds a fair every May.", "[Note]\nThe same town"
-    assert tokens(trained, f"{one}\n\n{other}") == [
-        *tokens(trained, one),
-        "Ċ",
-        "Ċ",
-        *tokens(trained, other),
-    ]
-
-
-def test_no_number_of_three_digits_is_a_token(trained: Tokenizer) -> None:
-    digits = [sum(map(str.isdigit, token)) for token in trained.get_vocab()]
-    assert max(digits) == 2
-
-
-def split_words(tokenizer: Tokenizer) -> list[str]:
-    """Words of the prompts that are several tokens where they stand."""
-    texts = [text for form in FORMS.forms for _, text in form.messages]
-    texts += [*FORMS.system, *FORMS.folders, *(text for _, text in FORMS.documents)]
-    found = []
-    for part in itertools.chain(*(re.split(r"\{\w+\}", text) for text in texts)):
-        offsets = tokenizer.encode(part, add_special_tokens=False).offsets
-        for word in re.finditer(r"[^\W\d_]+", part):
-            if not {word.span(), (word.start() - 1, word.end())} & {*offsets}:
-                found.append(word[0])
-    return found
-
-
-def test_every_word_of_the_prompts_is_a_token(trained: Tokenizer) -> None:
-    assert split_words(trained) == []
 
 
 def test_the_same_seed_gives_the_same_tokenizer() -> None:
@@ -162,49 +79,3 @@ def test_the_folder_is_what_transformers_and_the_training_take(
         loaded.pad_token_id,
     )
     assert generation.do_sample is False and generation.max_new_tokens == 16
-
-
-def test_an_extended_tokenizer_keeps_its_ids_and_learns_words(
-    plain: Tokenizer, tmp_path: Path
-) -> None:
-    assert {"Helpful", "conversation", "truthfully"} <= {*split_words(plain)}
-    save_tokenizer(plain, tmp_path / "plain", 2048)
-    main(["--output", str(tmp_path / "more"), "--extend", str(tmp_path / "plain")])
-    more = Tokenizer.from_file(str(tmp_path / "more" / "tokenizer.json"))
-    old, new = plain.get_vocab(), more.get_vocab()
-    assert old.items() < new.items()
-    assert sorted(new.values()) == list(range(len(new)))
-    assert split_words(more) == []
-    document = "[Dakburg]\nDakburg counts 1896 houses."
-    assert tokens(more, document) == tokens(plain, document)
-    config = json.loads((tmp_path / "more" / "tokenizer_config.json").read_text("utf-8"))
-    assert config["model_max_length"] == 4096
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as raised:
-        main([str(argument) for argument in arguments])
-    assert raised.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_what_cannot_be_is_refused(
-    plain: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "output"
-    missing = tmp_path / "missing"
-    error = refused(capsys, "--output", output, "--extend", missing)
-    assert f"--extend {missing}: it must be a folder with a tokenizer.json" in error
-    error = refused(capsys, "--output", output, "--extend", missing, "--seed", 1)
-    assert "--seed 1: --extend trains nothing" in error
-    assert "--positions 0: at least 1" in refused(capsys, "--output", output, "--positions", 0)
-    file = tmp_path / "file"
-    file.write_text("")
-    assert f"--output {file}: it is a file" in refused(capsys, "--output", file)
-
-    other = json.loads(plain.to_str())
-    other["model"]["ignore_merges"] = False
-    save_tokenizer(Tokenizer.from_str(json.dumps(other)), tmp_path / "other", 2048)
-    error = refused(capsys, "--output", output, "--extend", tmp_path / "other")
-    assert "ignores merges" in error and "<|assistant|>" in error
-    assert not output.exists()

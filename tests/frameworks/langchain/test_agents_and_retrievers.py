@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, dynamic_prompt
-from langchain.chat_models import init_chat_model
-from langchain_classic.retrievers import EnsembleRetriever, MultiQueryRetriever
+from langchain_classic.retrievers import EnsembleRetriever
 from langchain_core.documents import Document
-from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 
 from langchain_samkv import ChatSamKV
-from samkv_integrations import collect_reports
 from tests.support.langchain_chains import IN_SYSTEM, TEMPLATE, Library, Setting, join, lcel
 from tests.support.pipelines import TOP_K, questions
 
@@ -65,14 +62,6 @@ def test_an_agent_streams(setting: Setting, question: str) -> None:
     assert "".join(piece.text for piece, _ in pieces).strip() == expected(setting)
 
 
-@pytest.mark.parametrize(
-    "name", [{"model": "samkv:builtin"}, {"model": "builtin", "model_provider": "samkv"}]
-)
-def test_init_chat_model_does_not_know_this_provider(name: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="provider"):
-        init_chat_model(**name)
-
-
 def test_documents_of_several_retrievers_are_found_once(setting: Setting, question: str) -> None:
     parts = [setting.retriever(), setting.retriever(TOP_K + 2)]
     llm = setting.chat()
@@ -84,29 +73,6 @@ def test_documents_of_several_retrievers_are_found_once(setting: Setting, questi
     assert message.text.strip() == expected(setting)
     assert llm.last_report is not None
     assert llm.last_report.found == llm.last_report.reused == TOP_K + 2
-
-
-def test_several_queries_are_several_reports(setting: Setting, question: str) -> None:
-    llm = setting.chat()
-    several = MultiQueryRetriever.from_llm(retriever=setting.retriever(), llm=llm)
-    chain = {"context": several | join, "question": lambda asked: asked}
-    with collect_reports() as reports:
-        (chain | ChatPromptTemplate.from_template(TEMPLATE) | llm).invoke(question)
-    made_up, answered = reports
-    assert made_up.found == 0
-    assert answered.found == answered.reused >= 1
-
-
-def test_queries_of_a_model_that_can_write_them(setting: Setting, question: str) -> None:
-    writer = FakeListChatModel(responses=[f"{question}\n{question} Where?"])
-    several = MultiQueryRetriever.from_llm(
-        retriever=setting.retriever(), llm=writer, include_original=True
-    )
-    llm = setting.chat()
-    chain = {"context": several | join, "question": lambda asked: asked}
-    message = (chain | ChatPromptTemplate.from_template(TEMPLATE) | llm).invoke(question)
-    assert message.text.strip() == expected(setting)
-    assert llm.last_report is not None and llm.last_report.reused >= TOP_K
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_samkv import SamKVDocumentCompressor, format_docs
 from langchain_samkv.documents import Mode
 from samkv_integrations.errors import TimedOut
+from tests.support.handles import HANDLE
 from tests.support.langchain_chains import (
     CHAINS,
-    MAX_TOKENS,
     TEMPLATE,
     Library,
     Setting,
@@ -30,7 +30,7 @@ from tests.support.langchain_chains import (
     lcel,
     measure,
 )
-from tests.support.pipelines import HANDLE, N_QUESTIONS, TOP_K, TURNS, questions, recorded
+from tests.support.pipelines import N_QUESTIONS, TOP_K, TURNS, questions, recorded
 
 # of LangChain, about classes that it still ships and people still use
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
@@ -83,23 +83,6 @@ def test_chain_with_all_questions(all_of_them: Library, name: str, aspect: str) 
     row = measure(name, all_of_them)
     assert row.questions == N_QUESTIONS
     assert row.passes(aspect) != (aspect == "handles" and CHAINS[name].shows_handles), row
-
-
-@pytest.mark.parametrize("name", [name for name in CHAINS if CHAINS[name].way != "text"])
-def test_handles_are_what_went_into_prompts(few: Library, name: str) -> None:
-    """So that the hits of these rows are not those of texts."""
-    for found in answers(name, few, "samkv-guided"):
-        (prompt,) = found.prompts
-        assert len(HANDLE.findall(prompt)) == TOP_K
-
-
-def test_answers_are_right(few: Library) -> None:
-    """So that not being different says something."""
-    assert measure("LCEL, f-string, invoke", few).right == FEW
-
-
-def test_chains_compare_with_chains() -> None:
-    assert {chain.like for chain in CHAINS.values()} <= {"", *CHAINS}
 
 
 def test_batches_of_different_questions(few: Library, ours: Setting) -> None:
@@ -203,13 +186,3 @@ class TestFallbacks:
         with recorded() as calls:
             assert question.answers[0] in chain.invoke(question.question)
         assert [call().hits for call in calls] == [TOP_K]
-
-
-def test_one_engine_for_both_frameworks(few: Library, ours: Setting) -> None:
-    llama_index = pytest.importorskip("llama_index.llms.samkv")
-    llm = llama_index.SamKVLLM(engine=few.engine, max_new_tokens=MAX_TOKENS)
-    question = few.questions[0].question
-    prompt = TEMPLATE.format(context=join(ours.retriever().invoke(question)), question=question)
-    assert llm.complete(prompt).text == ours.chat().invoke(prompt).content
-    report = llm.last_report
-    assert (report.found, report.chunk_misses) == (TOP_K, {})

@@ -35,13 +35,6 @@ def chat() -> ChatSamKV:
     return ChatSamKV(engine=engine, max_tokens=2)
 
 
-def test_batches_run_in_threads(chat: ChatSamKV) -> None:
-    with collect_reports() as reports:
-        (PROMPT | chat).batch(ASKED)
-    assert sorted(report.found for report in reports) == [1, 2, 3]
-    assert reports.total.reused == 6
-
-
 def test_branches_run_in_threads_and_tasks(chat: ChatSamKV) -> None:
     parallel = RunnableParallel(one=PROMPT | chat, other=PROMPT | chat)
     with collect_reports() as reports:

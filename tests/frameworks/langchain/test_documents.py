@@ -21,9 +21,7 @@ from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
-from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-import samkv_integrations.engine.chunks
 from langchain_samkv import (
     OfflineEmbeddings,
     SamKVChroma,
@@ -115,36 +113,6 @@ class TestTransformer:
         assert RECORDS[0].workers in answer
         assert answers.reports[0].found == 2 and not answers.reports[0].chunk_misses
 
-    def test_twice_computes_nothing_twice(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        transformer = SamKVDocumentTransformer(engine=engine)
-        once = transformer.transform_documents(documents(*TEXTS[:2], TEXTS[0]))
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
-        assert transformer.transform_documents(once) == once
-        assert len(files(engine)) == 2
-
-    def test_documents_are_not_changed(self, engine: Engine) -> None:
-        given = documents(TEXTS[0], "", " \n")
-        before = copy.deepcopy(given)
-        handled = SamKVDocumentTransformer(engine=engine).transform_documents(given)
-        assert handled == given == before
-        assert SamKVDocumentTransformer(engine=engine).transform_documents([]) == []
-
-    def test_after_a_splitter(self, engine: Engine) -> None:
-        splitter = RecursiveCharacterTextSplitter(chunk_size=200, chunk_overlap=0)
-        pieces = splitter.split_documents(documents("\n\n".join(TEXTS[:2])))
-        assert len(pieces) > 2
-        SamKVDocumentTransformer(engine=engine).transform_documents(pieces)
-        assert files(engine) == {engine.key_of(piece.page_content) for piece in pieces}
-
-    def test_shows_progress(self, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-        SamKVDocumentTransformer(engine=engine).transform_documents(documents(TEXTS[0]))
-        assert not capsys.readouterr().err
-        shown = SamKVDocumentTransformer(engine=engine, show_progress=True)
-        shown.transform_documents(documents(TEXTS[1]))
-        assert "caching chunks: 100%" in capsys.readouterr().err
-
     def test_mistakes(self, engine: Engine) -> None:
         with pytest.raises(InvalidChunk, match="split it"):
             SamKVDocumentTransformer(engine=engine).transform_documents(
@@ -183,22 +151,6 @@ class TestCompressor:
             assert mode == "text" or HANDLE.fullmatch(holds[mode])
             assert spelled(engine, found) == expected
             found = compressor.compress_documents(found)
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_in_a_chain(self, engine: Engine, mode: Any) -> None:
-        engine.cache_chunks(TEXTS)
-        compressor = SamKVDocumentCompressor(engine=engine, mode=mode)
-        answers = Answers(engine)
-        chain = answers.chain(
-            retriever_of(documents(*TEXTS))
-            | compressor.compress_documents
-            | partial(format_docs, handles=mode == "metadata")
-        )
-        assert RECORDS[0].workers in chain.invoke(QUESTION)
-        assert RECORDS[0].workers in asyncio.run(chain.ainvoke(QUESTION))
-        for prompt, report in zip(answers.prompts, answers.reports, strict=True):
-            assert (TEXTS[0] in prompt) == (mode == "text")
-            assert report.found == 2 and not report.chunk_misses
 
     def test_a_document_without_a_cache_is_a_counted_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
@@ -249,14 +201,6 @@ class TestCompressor:
         assert files(engine) == {engine.key_of(text) for text in TEXTS[:2]}
         with pytest.raises(InvalidChunk, match="split it"):
             computes.compress_documents(documents("word " * 5000))
-
-    def test_caches_begin_to_be_read(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine.cache_chunks(TEXTS[:2])
-        fetched: list[str] = []
-        monkeypatch.setattr(engine.store, "prefetch", lambda key, *rest: fetched.append(key))
-        given = documents(TEXTS[1], "", TEXTS[0])
-        SamKVDocumentCompressor(engine=engine).compress_documents(given)
-        assert fetched == [engine.key_of(TEXTS[1]), engine.key_of(TEXTS[0])]
 
     def test_a_stale_handle_is_written_anew(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
@@ -369,10 +313,6 @@ def test_format_docs() -> None:
     assert format_docs(given) == "one\n\ntwo"
     assert format_docs(given, handles=True) == "one\n\n[[samkv:...]]"
     assert format_docs([]) == ""
-
-
-def _not_called(*arguments: object) -> None:
-    raise AssertionError("nothing should have been computed")
 
 
 def test_a_deleted_document_does_not_come_back_by_its_handle(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,21 +10,12 @@ from typing import Any, Literal
 import pytest
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
-from typer.testing import CliRunner
 
 import samkv_integrations.engine.chunks
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cli.app import app
 from samkv_integrations.errors import InvalidChunk
-from tests.support.langchain_store import (
-    Letters,
-    assert_in_step,
-    client_of,
-    files,
-    keys_of,
-    records,
-)
+from tests.support.langchain_store import Letters, assert_in_step, records
 from tests.support.records import TEXTS, builtin
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None
@@ -77,8 +66,10 @@ def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., In
 A, B, C, D = TEXTS[:4]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("cleanup", [None, "incremental", "full", "scoped_full"])
+@pytest.mark.parametrize(
+    ("cleanup", "is_async"),
+    [(None, False), ("incremental", True), ("full", False), ("scoped_full", True)],
+)
 def test_every_cleanup(indexer: Callable[..., Indexer], cleanup: Cleanup, is_async: bool) -> None:
     run = indexer(cleanup, is_async)
     first = [("1", A), ("1", B), ("2", C), ("3", B)]  # B stands in two sources
@@ -122,42 +113,3 @@ def test_a_document_that_cannot_be_cached_is_not_recorded(
     assert not records(run.store)
     assert run(("1", A)) == (1, 0, 0, 0)
     assert_in_step(run.store, A)
-
-
-def test_nothing_is_left_behind_after_sync(indexer: Callable[..., Indexer], tmp_path: Path) -> None:
-    """By the command, in the layout that it knows: caches beside the database."""
-    run = indexer("full")
-    other = SamKVChroma(
-        "other", Letters(), client=client_of(run.store), engine=run.store.kv_link.engine
-    )
-    run(("1", A), ("1", B), ("2", C))
-    other.add_texts([B])
-    raw = run.store.kv_link.collection
-    raw.delete(where={"source": "1"})  # past us: A and B lose their records here
-    assert files(run.store) == keys_of(run.store, A, B, C)
-
-    command = ["store", "sync", "--dir", str(tmp_path), "--grace", "0", "--device", "cpu"]
-    command += ["--dtype", "float32"]  # as of the engine
-    done = CliRunner().invoke(app, [*command, "--json"])
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["rows"]
-    assert sum(row["n_pruned"] for row in rows) == 1
-    assert files(run.store) == keys_of(run.store, B, C)  # `other` still has B
-
-    assert run(("2", C)) == (0, 0, 1, 2)  # the record manager hears of it as well
-    other.delete_collection()
-    assert_in_step(run.store, C)
-
-
-def test_caches_that_were_lost_come_back_by_sync(
-    indexer: Callable[..., Indexer], tmp_path: Path
-) -> None:
-    """`index` skips what it knows and looks at no cache; `sync` does."""
-    run = indexer("full")
-    run(("1", A), ("2", B))
-    for folder in (tmp_path / "kv").glob("*/*/"):
-        shutil.rmtree(folder)
-    assert run(("1", A), ("2", B)) == (0, 0, 2, 0)
-    assert not files(run.store)
-    assert run.store.kv_link.sync().n_cached == 2
-    assert_in_step(run.store, A, B)

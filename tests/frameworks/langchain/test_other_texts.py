@@ -96,12 +96,6 @@ def test_by_default_the_llm_decides(llm: ChatSamKV, on_miss: OnMiss) -> None:
     assert first.computed_now == (first.found if on_miss == "compute" else 0)
 
 
-def test_without_the_compressor_nothing_of_a_parent_is_found(llm: ChatSamKV) -> None:
-    answering = chain(llm, of_parents())
-    report = asked(llm, answering, EMPLOYER, "Vasumex Trading")
-    assert (report.found, report.ran, report.chunk_misses) == (0, "recompute", {})
-
-
 def test_parents_may_be_cached_at_ingest(llm: ChatSamKV) -> None:
     llm.engine.cache_chunks([document.page_content for document in documents()])
     report = asked(llm, chain(llm, of_parents()), EMPLOYER, "Vasumex Trading")

@@ -83,12 +83,3 @@ class TestEmbeddingsIntegration(EmbeddingsIntegrationTests):
     @property
     def embeddings_class(self) -> type[Embeddings]:
         return OfflineEmbeddings
-
-
-def test_a_collection_that_is_left_behind_would_be_noticed() -> None:
-    """The check that the suites end with, on a store in memory before and after it goes."""
-    store = SamKVChroma("left", Letters(), engine=Engine(tiny_model("llama"), block_size=8))
-    with pytest.raises(AssertionError):
-        assert_forgotten("left")
-    store.delete_collection()
-    assert_forgotten("left")

@@ -61,26 +61,12 @@ def test_typed_dict_and_json_schema(chat: ChatSamKV) -> None:
     assert Town.model_validate(found)
 
 
-async def test_async(chat: ChatSamKV) -> None:
-    structured = chat.with_structured_output(Birth)
-    assert await structured.ainvoke(QUESTION) == structured.invoke(QUESTION)
-    chunks = [chunk async for chunk in structured.astream(QUESTION)]
-    assert chunks[-1] == structured.invoke(QUESTION)
-
-
 def test_stream(chat: ChatSamKV) -> None:
     """A dict grows; an object is there as soon as its class takes what there is of it."""
     structured = chat.with_structured_output(Town.model_json_schema())
     chunks = list(structured.stream(QUESTION))
     assert len(chunks) > 2
     assert chunks[-1] == structured.invoke(QUESTION)
-
-
-def test_include_raw(chat: ChatSamKV) -> None:
-    found = chat.with_structured_output(Birth, include_raw=True).invoke(QUESTION)
-    assert found["parsing_error"] is None
-    assert Birth.model_validate_json(found["raw"].text) == found["parsed"]
-    assert found["raw"].response_metadata["finish_reason"] == "stop"
 
 
 def test_json_mode(chat: ChatSamKV, monkeypatch: pytest.MonkeyPatch) -> None:

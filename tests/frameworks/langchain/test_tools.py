@@ -60,12 +60,6 @@ def test_a_call(bound: Runnable[Any, AIMessage]) -> None:
     assert message.response_metadata["finish_reason"] == "stop"
 
 
-def test_text(bound: Runnable[Any, AIMessage]) -> None:
-    with dictated("On the Tume."):
-        message = bound.invoke(QUESTION)
-    assert message.text == "On the Tume." and not message.tool_calls
-
-
 def test_a_broken_call(bound: Runnable[Any, AIMessage]) -> None:
     broken = '<tool_call>{"name": "find_record", "argu'
     with dictated(broken, broken, "Sorry."):
@@ -96,28 +90,6 @@ def sum_of(chunks: Any) -> AIMessageChunk:
     for other in others:
         first += other
     return first
-
-
-def test_the_prompt_holds_tools_calls_and_results(
-    bound: Runnable[Any, AIMessage], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-    render = type(tool_model()).render_chat
-    monkeypatch.setattr(
-        "samkv_integrations.model.model.Model.render_chat",
-        lambda model, chat: seen.append(str(render(model, chat))) or render(model, chat),
-    )
-    call = {"name": "find_record", "args": {"town": "X"}, "id": "a1"}
-    messages = [
-        HumanMessage(QUESTION),
-        AIMessage("I look.", tool_calls=[call]),
-        ToolMessage("nothing", tool_call_id="a1", name="find_record"),
-    ]
-    with dictated("None."):
-        bound.invoke(messages)
-    for part in ("Finds the record of a town.", '<tool_call>"find_record"{"town": "X"}',
-                 "RESULT OF a1: nothing"):  # fmt: skip
-        assert part in seen[0], part
 
 
 def test_the_loop_of_an_agent(bound: Runnable[Any, AIMessage], chat: ChatSamKV) -> None:
@@ -170,10 +142,6 @@ class TestRefused:
         called = AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "a"}])
         with pytest.raises(InvalidOption, match="takes no tools and no calls"):
             chat.invoke([HumanMessage(QUESTION), called, ToolMessage("x", tool_call_id="a")])
-
-    def test_a_form_that_is_not_known(self) -> None:
-        with pytest.raises(InvalidOption, match="in a form that is not read here"):
-            ChatSamKV(engine=Engine(tool_model("unknown"))).bind_tools([find_record])
 
     def test_plain_strings(self, chat: ChatSamKV) -> None:
         with pytest.raises(UnknownOption, match="tools are for ChatSamKV"):

@@ -23,7 +23,7 @@ from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
+from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.chroma_server import HOST
 from tests.support.langchain_store import (
     VECTOR,
@@ -42,9 +42,9 @@ def engine(tmp_path: Path) -> Engine:
     return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
 
 
-@pytest.fixture(params=["folder", "server", pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.fixture(params=["folder", "server"])
 def either(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[SamKVChroma]:
-    """A store on a folder, one on a server, and one in memory."""
+    """A store on a folder, and one on a server."""
     where: dict[str, Any] = {}
     if request.param == "folder":
         where = {"persist_directory": str(tmp_path / "chroma")}
@@ -92,18 +92,6 @@ class TestAdd:
         assert set(store.get("d")["metadatas"][0]) == {KEY_FIELD}
         assert store.add_texts([]) == store.add_documents([]) == []
         assert_in_step(store, *TEXTS[:4])
-
-    def test_a_known_id_is_replaced_and_its_old_text_released(self, either: SamKVChroma) -> None:
-        either.add_documents([doc("a", TEXTS[0], page=1), doc("b", TEXTS[1]), doc("c", TEXTS[1])])
-        either.add_documents([doc("a", TEXTS[2]), doc("b", TEXTS[3])])
-        assert_in_step(either, TEXTS[2], TEXTS[3], TEXTS[1])
-        assert set(either.get("a")["metadatas"][0]) == {KEY_FIELD}
-
-    def test_a_text_is_read_once(self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch) -> None:
-        store.add_texts(TEXTS[:3], ids=["a", "b", "c"])
-        forbid_prefill(monkeypatch)
-        store.add_texts([TEXTS[0], f"{TEXTS[1]}\n"], ids=["a", "d"])
-        assert files(store) == keys_of(store, *TEXTS[:3])
 
     def test_from_texts_and_documents(self, engine: Engine, tmp_path: Path) -> None:
         folder = str(tmp_path / "chroma")
@@ -191,12 +179,6 @@ class TestAdd:
         with pytest.raises(InvalidOption, match="images have no chunk caches"):
             store.add_images(["picture.png"])
 
-    def test_a_folder_of_caches_that_was_removed(self, store: SamKVChroma, tmp_path: Path) -> None:
-        (tmp_path / "kv").rename(tmp_path / "away")
-        with pytest.raises(StoreError, match=r"kv.*next step"):
-            store.add_texts(TEXTS[:1])
-        assert not records(store)
-
 
 class TestUpdate:
     def test_the_cache_follows_the_text(self, either: SamKVChroma) -> None:
@@ -207,15 +189,6 @@ class TestUpdate:
         assert_in_step(either, TEXTS[2], TEXTS[3])
         (back,) = either.get_by_ids(["a"])
         assert back.metadata == {"page": 2}  # merged, and None takes away, as in Chroma
-
-    def test_the_same_text_is_not_read_again(
-        self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store.add_texts(TEXTS[:1], ids=["a"])
-        forbid_prefill(monkeypatch)
-        store.update_document("a", doc("a", TEXTS[0], page=2))
-        assert_in_step(store, TEXTS[0])
-        assert store.get_by_ids(["a"])[0].metadata == {"page": 2}
 
     def test_mistakes(self, store: SamKVChroma) -> None:
         store.add_texts(TEXTS[:1], ids=["a"])
@@ -230,30 +203,6 @@ class TestUpdate:
 
 
 class TestDelete:
-    def test_shared_texts_stay_while_someone_needs_them(
-        self, either: SamKVChroma, engine: Engine
-    ) -> None:
-        other = SamKVChroma("lc-other", Letters(), client=client_of(either), engine=engine)
-        either.add_texts([TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[2]], ids=["a", "b", "cd", "d"])
-        other.add_texts([TEXTS[1]], ids=["a"])
-        either.delete(["a", "b", "nobody"])
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.delete("cd")  # type: ignore[arg-type]  # one id, as Chroma takes it
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        assert set(records(either)) == {"d"}
-        either.delete(["d"])
-        assert files(either) == keys_of(either, TEXTS[1])
-        other.delete(["a"])
-        assert not files(either)
-        other.delete_collection()
-
-    def test_by_ids_and_where(self, store: SamKVChroma) -> None:
-        store.add_texts(TEXTS[:4], [{"kind": x} for x in "xyxy"], list("abcd"))
-        store.delete(["a", "b"], where={"kind": "x"})
-        assert_in_step(store, *TEXTS[1:4])
-        store.delete(where={"$or": [{"kind": "y"}, {"kind": "z"}]})
-        assert_in_step(store, TEXTS[2])
-
     def test_by_what_documents_hold(self, either: SamKVChroma) -> None:
         titles = [{"$contains": text.split("\n")[0]} for text in TEXTS]
         either.add_texts(TEXTS[:4], [{"kind": x} for x in "xyxy"], list("abcd"))
@@ -337,13 +286,6 @@ class TestDelete:
                 store.delete_collection()
         store.add_texts(TEXTS[:1])
         assert_in_step(store, TEXTS[0])
-
-    def test_a_raw_delete_is_mended_by_sync(self, either: SamKVChroma) -> None:
-        either.add_texts([TEXTS[0], TEXTS[1], TEXTS[1]], ids=["a", "b", "c"])
-        either.kv_link.collection.delete(ids=["a", "b"])
-        assert files(either) == keys_of(either, *TEXTS[:2])
-        assert either.kv_link.sync(grace_s=0).n_pruned == 1
-        assert_in_step(either, TEXTS[1])
 
 
 @pytest.fixture(scope="module")
@@ -472,23 +414,6 @@ class TestComponent:
         assert_in_step(store)
         assert len(threads) == 4
         assert threading.main_thread() not in threads.values()
-
-    def test_afrom_documents(self, engine: Engine, tmp_path: Path) -> None:
-        folder = str(tmp_path / "chroma")
-        made = SamKVChroma.afrom_documents(
-            [doc("a", TEXTS[0])], Letters(), persist_directory=folder, engine=engine
-        )
-        store = asyncio.run(made)
-        assert isinstance(store, SamKVChroma)
-        assert_in_step(store, TEXTS[0])
-
-    def test_takes_an_llm(self, engine: Engine, tmp_path: Path) -> None:
-        class WithEngine(FakeListLLM):
-            engine: Any = None
-
-        llm = WithEngine(responses=[""], engine=engine)
-        store = SamKVChroma("town", Letters(), str(tmp_path / "chroma"), llm=llm)
-        assert store.kv_link.engine is engine
 
     def test_an_existing_collection_without_its_embedding_function(
         self, engine: Engine, store: SamKVChroma

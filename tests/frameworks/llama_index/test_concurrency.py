@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -12,12 +12,9 @@ import pytest
 from llama_index.core.llms import ChatMessage
 
 from llama_index.llms.samkv import SamKVLLM
-from llama_index.postprocessor.samkv import SamKVPostprocessor
-from samkv_integrations.engine.scheduler import AHEAD
-from samkv_integrations.errors import HandleError, PromptTooLong
-from tests.support.handles import issued
-from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, cached_prompt
-from tests.support.records import RECORDS, Record
+from samkv_integrations.errors import PromptTooLong
+from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
+from tests.support.records import RECORDS
 from tests.support.steps import Steps
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
@@ -51,27 +48,6 @@ def answers_in_another_thread(corpus: Corpus, llm: SamKVLLM) -> None:
 
 
 class TestManyAtOnce:
-    def test_two_threads(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        orders = [RECORDS, RECORDS[::-1]]
-        found: list[list[str]] = [[], []]
-
-        def ask(place: int) -> None:
-            for record in orders[place]:
-                found[place].append(llm.complete(cached_prompt(corpus, record=record)).text)
-                pieces = list(llm.stream_chat(user(cached_prompt(corpus, record=record))))
-                found[place].append(pieces[-1].message.content)
-
-        threads = [threading.Thread(target=ask, args=(place,)) for place in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        expected = [
-            [f" {record.workers}" for record in order for _ in range(2)] for order in orders
-        ]
-        assert found == expected
-
     def test_twenty_tasks(self, corpus: Corpus) -> None:
         llm = corpus.llm()
 
@@ -110,17 +86,6 @@ class TestManyAtOnce:
                 texts[place] += piece.delta if piece is not None else ""
         assert texts == [f" {record.workers}" for record in RECORDS]
 
-    def test_query_engines(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-
-        async def ask(record: Record) -> str:
-            return str(await corpus.query_engine(llm).aquery(record.question)).strip()
-
-        async def ask_all() -> list[str]:
-            return await asyncio.gather(*map(ask, RECORDS))
-
-        assert asyncio.run(ask_all()) == [record.workers for record in RECORDS]
-
 
 class TestCallersThatGoAway:
     @pytest.mark.parametrize("is_chat", [False, True])
@@ -144,19 +109,6 @@ class TestCallersThatGoAway:
         answers_in_another_thread(corpus, llm)
         assert steps.of_the_first <= 6  # one of them was under way
 
-    def test_abandoned_stream(self, corpus: Corpus, steps: Steps) -> None:
-        llm = corpus.llm()
-        steps.hold()
-        for _ in llm.stream_complete(ENDLESS, formatted=True, max_tokens=100):
-            steps.wait_until_held()  # else it may be dropped before any step
-            break
-        steps.release()
-        answers_in_another_thread(corpus, llm)
-        assert steps.counts.pop(next(iter(steps.counts))) <= 1  # which was under way
-        llm.stream_complete(ENDLESS, formatted=True)  # not even looked at
-        answers_in_another_thread(corpus, llm)
-        assert all(n < AHEAD for n in steps.counts.values())
-
     def test_break_out_of_an_async_stream(self, corpus: Corpus, steps: Steps) -> None:
         llm = corpus.llm()
 
@@ -175,7 +127,7 @@ class TestCallersThatGoAway:
 
         assert asyncio.run(leave_early()) == 1
 
-    @pytest.mark.parametrize("form", ["acomplete", "achat", "astream_complete", "astream_chat"])
+    @pytest.mark.parametrize("form", ["acomplete", "astream_chat"])
     def test_cancelled_task(self, corpus: Corpus, steps: Steps, form: str) -> None:
         llm = corpus.llm()
         argument: Any = user(ENDLESS) if "chat" in form else ENDLESS
@@ -202,48 +154,9 @@ class TestCallersThatGoAway:
 
         asyncio.run(cancel_on_the_way())
 
-    def test_a_task_that_is_cancelled_waits_for_no_step(self, corpus: Corpus, steps: Steps) -> None:
-        llm = corpus.llm()
-
-        async def hurry() -> None:
-            steps.hold()
-            call = asyncio.create_task(llm.acomplete(ENDLESS, formatted=True, max_tokens=100))
-            await asyncio.sleep(0)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            assert steps.n == 0
-
-        asyncio.run(hurry())
-        steps.release()
-        answers_in_another_thread(corpus, llm)
-
 
 class TestFailures:
     """They reach the caller, whoever that is, and a stream's before its first piece."""
-
-    @pytest.mark.parametrize(
-        ("prompt", "error"),
-        [(TOO_LONG, PromptTooLong), ("{cut}", HandleError)],
-        ids=["too-long", "cut-handle"],
-    )
-    def test_at_the_call(self, corpus: Corpus, prompt: str, error: type[Exception]) -> None:
-        prompt = prompt.format(cut=issued(corpus.engine, ASKED.text)[:20])
-        llm, messages = corpus.llm(), user(prompt)
-        calls: list[Callable[[], Any]] = [
-            lambda: llm.complete(prompt),
-            lambda: llm.stream_complete(prompt),
-            lambda: llm.chat(messages),
-            lambda: llm.stream_chat(messages),
-            lambda: asyncio.run(llm.acomplete(prompt)),
-            lambda: asyncio.run(llm.astream_complete(prompt)),
-            lambda: asyncio.run(llm.achat(messages)),
-            lambda: asyncio.run(llm.astream_chat(messages)),
-        ]
-        for call in calls:
-            with pytest.raises(error):
-                call()
-        answers_in_another_thread(corpus, llm)
 
     @pytest.mark.parametrize(
         "form",
@@ -272,55 +185,3 @@ class TestFailures:
             next(streaming.query(ASKED.question).response_gen)
         with pytest.raises(PromptTooLong):
             asyncio.run(first_piece())
-
-    def test_in_the_middle(self, corpus: Corpus, steps: Steps) -> None:
-        llm = corpus.llm()
-
-        def fail() -> None:
-            if list(steps.counts.values())[-1] == 2:
-                raise RuntimeError("the device is gone")
-
-        steps.on_step = fail
-
-        def consume(stream: Iterator[Any]) -> list[str]:
-            pieces = []
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                for piece in stream:
-                    pieces.append(piece.delta)
-            return pieces
-
-        async def aconsume(stream: Any) -> list[str]:
-            pieces = []
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                async for piece in await stream:
-                    pieces.append(piece.delta)
-            return pieces
-
-        messages = user(cached_prompt(corpus))
-        found = [
-            consume(llm.stream_complete(ENDLESS, formatted=True)),
-            consume(llm.stream_chat(messages)),
-            asyncio.run(aconsume(llm.astream_complete(ENDLESS, formatted=True))),
-            asyncio.run(aconsume(llm.astream_chat(messages))),
-        ]
-        assert all(found)  # what was decided before is not lost
-        for call in (llm.complete, lambda prompt, **o: asyncio.run(llm.acomplete(prompt, **o))):
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                call(ENDLESS, formatted=True)
-        assert llm.last_report is None
-        steps.on_step = lambda: None
-        answers_in_another_thread(corpus, llm)
-
-    def test_in_the_middle_of_a_query_engine(self, corpus: Corpus, steps: Steps) -> None:
-        llm = corpus.llm()
-
-        def fail() -> None:
-            raise RuntimeError("the device is gone")
-
-        steps.on_step = fail
-        postprocessor = SamKVPostprocessor(llm=llm)
-        engine = corpus.query_engine(llm, postprocessor=postprocessor, streaming=True)
-        response = engine.query(ASKED.question)
-        assert len(response.source_nodes) == TOP_K
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            list(response.response_gen)

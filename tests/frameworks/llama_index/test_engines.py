@@ -14,12 +14,7 @@ from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import (
-    ImageNode,
-    MetadataMode,
-    NodeWithScore,
-    TextNode,
-)
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 import samkv_integrations.engine.chunks
 from llama_index.llms.samkv import SamKVCacheTransform
@@ -41,21 +36,6 @@ def not_called(*arguments: object) -> None:
 
 
 class TestQueryEngine:
-    @pytest.mark.parametrize("is_chat_model", [True, False])
-    def test_answers_from_caches_as_full_prefill_does(
-        self, corpus: Corpus, is_chat_model: bool
-    ) -> None:
-        llm = corpus.llm(is_chat_model=is_chat_model, method="samkv-guided")
-        full = corpus.llm(is_chat_model=is_chat_model, method="recompute")
-        for record in RECORDS:
-            answer = str(corpus.query_engine(llm).query(record.question)).strip()
-            report = llm.last_report
-            assert (report.method, report.reused) == ("samkv-guided", TOP_K)
-            assert report.chunk_misses == {} and report.recompute_ratio < 1
-            expected = str(corpus.query_engine(full).query(record.question)).strip()
-            assert full.last_report.recompute_ratio == 1
-            assert answer == expected == record.workers
-
     def test_sources_are_the_text_that_was_ingested(self, corpus: Corpus) -> None:
         plain = corpus.index.as_retriever(similarity_top_k=TOP_K).retrieve(ASKED.question)
         response = corpus.query_engine(corpus.llm()).query(ASKED.question)
@@ -92,65 +72,8 @@ class TestQueryEngine:
         assert str(again.query_engine(llm).query(ASKED.question)).strip() == ASKED.workers
         assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
 
-    def test_streaming(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        expected = str(corpus.query_engine(llm).query(ASKED.question))
-        response = corpus.query_engine(llm, streaming=True).query(ASKED.question)
-        pieces = [piece for piece in response.response_gen if piece]
-        assert len(pieces) > 1 and "".join(pieces) == expected
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-
-    def test_async(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        response = asyncio.run(corpus.query_engine(llm, use_async=True).aquery(ASKED.question))
-        assert str(response).strip() == ASKED.workers
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-
-    @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
-    def test_handles_survive_every_way_of_composing(
-        self, corpus: Corpus, prompts: list[Any], mode: str
-    ) -> None:
-        corpus.query_engine(corpus.llm(is_chat_model=False), response_mode=mode).query(
-            ASKED.question
-        )
-        assert len(prompts) == (TOP_K if mode == "refine" else 1)
-        handles = [handle for prompt in prompts for handle in HANDLE.findall(prompt)]
-        assert len(set(handles)) == len(handles) == TOP_K
-
-    def test_chat_engine(self, corpus: Corpus, prompts: list[Any]) -> None:
-        llm = corpus.llm()
-        chat = corpus.index.as_chat_engine(
-            chat_mode="context",
-            llm=llm,
-            similarity_top_k=TOP_K,
-            node_postprocessors=[SamKVPostprocessor(llm=llm, mode="handle")],
-        )
-        for record in RECORDS[:2]:
-            response = chat.chat(record.question)
-            assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-            assert [s.node.text for s in response.source_nodes][0] == record.text
-        # the second turn knows the first, and holds no handles but its own
-        assert [turn["role"] for turn in prompts[1]] == ["system", "user", "assistant", "user"]
-        assert len(HANDLE.findall(str(prompts[1]))) == TOP_K
-
 
 class TestMisses:
-    def test_lost_cache_is_counted_and_changes_nothing(self, own_corpus: Corpus) -> None:
-        llm = own_corpus.llm()
-        before = str(own_corpus.query_engine(llm).query(ASKED.question))
-        own_corpus.key_file(ASKED.text).unlink()
-        assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
-        assert llm.last_report.found == TOP_K
-        assert llm.last_report.chunk_misses == {"absent": 1}
-
-    def test_broken_cache_is_counted_and_changes_nothing(self, own_corpus: Corpus) -> None:
-        llm = own_corpus.llm()
-        before = str(own_corpus.query_engine(llm).query(ASKED.question))
-        file = own_corpus.key_file(ASKED.text)
-        file.write_bytes(file.read_bytes()[:-100])
-        assert str(own_corpus.query_engine(llm).query(ASKED.question)) == before
-        assert sum(llm.last_report.chunk_misses.values()) == 1
-
     @pytest.mark.parametrize("content", [b"", b"Another text."])
     def test_a_handle_needs_no_sound_cache(
         self, own_corpus: Corpus, prompts: list[Any], content: bytes
@@ -210,24 +133,6 @@ class TestMisses:
             assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
             assert passes == [keys]
 
-    def test_compute_follows_a_text_that_changes_later(self, own_corpus: Corpus) -> None:
-        postprocessor = SamKVPostprocessor(
-            engine=own_corpus.engine, mode="handle", on_miss="compute"
-        )
-        (shown,) = postprocessor.postprocess_nodes([NodeWithScore(node=TextNode(text=ASKED.text))])
-        text = "Never seen before, and long enough to be found in a prompt by its tokens."
-        shown.node.set_content(text)
-        content = shown.node.get_content(MetadataMode.LLM)
-        assert HANDLE.fullmatch(content)
-        assert spelled_out(own_corpus.engine, content) == text
-
-    def test_error_names_node_and_next_step(self, own_corpus: Corpus) -> None:
-        own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
-        postprocessor = SamKVPostprocessor(engine=own_corpus.engine, mode="handle", on_miss="error")
-        query_engine = own_corpus.query_engine(own_corpus.llm(), postprocessor=postprocessor)
-        with pytest.raises(ChunkNotCached, match="has no usable cache; ingest it again"):
-            query_engine.query(ASKED.question)
-
     def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:
         handle = issued(own_corpus.engine, ASKED.text)
         own_corpus.key_file(ASKED.text).unlink()
@@ -258,13 +163,6 @@ class TestPostprocessor:
         shown.node.metadata["added"] = "later"
         assert node == before
 
-    def test_no_header_no_blank_lines(self, corpus: Corpus) -> None:
-        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
-            [NodeWithScore(node=TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32}))]
-        )
-        content = shown.node.get_content(MetadataMode.LLM)
-        assert HANDLE.fullmatch(content) and spelled_out(corpus.engine, content) == ASKED.text
-
     def test_follows_the_text_as_it_is(self, corpus: Corpus) -> None:
         (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
             [NodeWithScore(node=TextNode(text=ASKED.text))]
@@ -274,26 +172,6 @@ class TestPostprocessor:
         assert HANDLE.fullmatch(content) and spelled_out(corpus.engine, content) == TEXTS[0]
         shown.node.set_content("never cached")
         assert shown.node.get_content(MetadataMode.LLM) == "never cached"
-
-    def test_documents_too(self, corpus: Corpus) -> None:
-        document = Document(text=ASKED.text, metadata={"file": "2.txt"})
-        (shown,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(
-            [NodeWithScore(node=document)]
-        )
-        content = shown.node.get_content(MetadataMode.LLM)
-        assert HANDLE.search(content)
-        assert spelled_out(corpus.engine, content) == f"file: 2.txt\n\n{ASKED.text}"
-        assert shown.node.text == ASKED.text and shown.node.hash == document.hash
-        assert shown.node.to_dict() == document.to_dict()
-
-    def test_others_pass_as_they_are(self, corpus: Corpus) -> None:
-        nodes = [NodeWithScore(node=ImageNode(text=ASKED.text, image="aGk="))]
-        (passed,) = SamKVPostprocessor(engine=corpus.engine, mode="handle").postprocess_nodes(nodes)
-        assert passed.node is nodes[0].node
-        (empty,) = SamKVPostprocessor(
-            engine=corpus.engine, mode="handle", on_miss="error"
-        ).postprocess_nodes([NodeWithScore(node=TextNode(text=" "))])
-        assert empty.node.get_content(MetadataMode.LLM) == " "
 
     def test_copies_share_the_engine_and_pickles_leave_it(self, corpus: Corpus) -> None:
         postprocessor = SamKVPostprocessor(engine=corpus.engine, mode="handle")
@@ -323,11 +201,6 @@ class TestCacheTransform:
         assert nodes == before
         assert all(corpus.engine.is_cached(node.text) for node in nodes)
 
-    def test_leaves_what_has_no_text(self, corpus: Corpus) -> None:
-        nodes = [TextNode(text=" \n"), ImageNode(text=ASKED.text, image="aGk=")]
-        before = copy.deepcopy(nodes)
-        assert SamKVCacheTransform(engine=corpus.engine)(nodes) == before
-
     def test_off_the_event_loop(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
         threads = []
         cache_chunks = Engine.cache_chunks
@@ -340,12 +213,6 @@ class TestCacheTransform:
         asyncio.run(SamKVCacheTransform(engine=corpus.engine).acall([TextNode(text="a b")]))
         assert corpus.engine.is_cached("a b")
         assert threads and threading.main_thread() not in threads
-
-    def test_progress_bar(self, corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
-        for show in (False, True):
-            nodes = [TextNode(text=f"A new text, and a bar: {show}.")]
-            SamKVCacheTransform(engine=corpus.engine, show_progress=show)(nodes)
-            assert ("caching chunks" in capsys.readouterr().err) == show
 
     def test_pipeline_cache_does_not_hide_an_empty_store(self, tmp_path: Path) -> None:
         documents = [Document(text=ASKED.text, doc_id="a")]
@@ -392,15 +259,6 @@ class TestCacheTransform:
         given = {"engine": corpus.engine} if "engine" in arguments else {}
         with pytest.raises(InvalidOption, match=message):
             SamKVCacheTransform(**arguments | given)
-
-    def test_dict_round_trip(self, corpus: Corpus) -> None:
-        transform = SamKVCacheTransform(engine=corpus.engine)
-        data = transform.to_dict()
-        assert data["class_name"] == "SamKVCacheTransform"
-        again = SamKVCacheTransform.from_dict(data, engine=corpus.engine)
-        assert again.to_dict() == data
-        with pytest.raises(InvalidOption, match="give either llm"):
-            SamKVCacheTransform.from_dict(data)
 
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch

@@ -126,7 +126,10 @@ def test_one_pair_a_call_with_our_figures(
     assert {type(event) for event in middle} <= {progress}
     assert len(middle) == (len(responses) if "stream" in name else 0)
     assert first.model_dict["class_name"] == "SamKV_LLM"
-    assert last.response.raw["usage"]["total_tokens"] == sum(usage)
+    told = last.response.raw["usage"]
+    assert told["total_tokens"] == sum(usage)
+    cached = llm.last_report.cached_tokens
+    assert told["prompt_tokens_details"] == {"cached_tokens": cached} != {"cached_tokens": 0}
     assert last.response.raw["samkv"] == llm.last_report.to_dict()
 
 

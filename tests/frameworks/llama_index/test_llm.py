@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 from llama_index.core import PromptTemplate
-from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ImageBlock
 from llama_index.core.indices.prompt_helper import PromptHelper
-from llama_index.core.llms import LLM, ChatMessage, MessageRole
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import (
-    TransformComponent,
-)
+from llama_index.core.llms import ChatMessage, MessageRole
 
-from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
-from llama_index.postprocessor.samkv import SamKVPostprocessor
+from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
 from tests.support.handles import HANDLE, issued
@@ -62,18 +56,6 @@ PATHS: dict[str, Callable[[SamKVLLM, str], Any]] = {
 
 class TestCalls:
     """All nine ways to call an LLM."""
-
-    def test_complete(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        response = llm.complete(cached_prompt(corpus))
-        assert response.text.strip() == ASKED.workers
-        report = response.raw["samkv"]
-        assert report == llm.last_report.to_dict() == response.additional_kwargs["samkv"]
-        assert (report["found"], report["chunk_misses"]) == (len(TEXTS), {})
-        usage = response.raw["usage"]
-        assert usage["prompt_tokens"] == report["prompt_tokens"] > 39 * len(TEXTS)
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-        assert usage.items() <= response.additional_kwargs.items()
 
     def test_complete_of_a_chat_model_is_a_user_message(
         self, corpus: Corpus, prompts: list[Any]
@@ -160,7 +142,7 @@ class TestPrompts:
         else:
             assert prompts.pop() == "Be brief.\n\nHi you"
 
-    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("path", ["complete", "chat"])
     def test_system_prompt_with_forms_of_ones_own(
         self, corpus: Corpus, prompts: list[Any], path: str
     ) -> None:
@@ -234,16 +216,6 @@ class TestPrompts:
         with pytest.raises(InvalidOption, match="ImageBlock; this model reads text only"):
             llm.chat([image])
 
-    def test_messages_to_prompt_wins_over_the_template(
-        self, corpus: Corpus, prompts: list[Any]
-    ) -> None:
-        def to_prompt(messages: Any) -> str:
-            return "|".join(f"{m.role.value}={m.content}" for m in messages)
-
-        user = ChatMessage(role="user", content="Hi")
-        corpus.llm(messages_to_prompt=to_prompt, system_prompt="Be brief.").chat([user])
-        assert prompts == ["system=Be brief.|user=Hi"]
-
     def test_model_without_template(
         self, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -284,29 +256,8 @@ class TestTokenCounter:
             report = llm.complete(template.format(context_str=text, query_str="?")).raw["samkv"]
             assert report["prompt_tokens"] + llm.max_new_tokens <= llm.context_window
 
-    def test_cut_handle_is_an_error(self, corpus: Corpus) -> None:
-        llm = corpus.llm(context_window=60)  # less than a chunk beside the template
-        helper = PromptHelper.from_llm_metadata(llm.metadata, tokenizer=llm.tokenizer_fn)
-        handles = [issued(corpus.engine, text) for text in TEXTS]
-        pieces = helper.repack(PromptTemplate(COMPLETION_TEMPLATE), handles, padding=0)
-        with pytest.raises(HandleError, match="something cut"):
-            llm.complete(pieces[0])
-
 
 class TestConfiguration:
-    def test_call_options_win_over_those_of_the_llm(self, corpus: Corpus) -> None:
-        prompt = "Documents:\n\n[Dunlux"
-        llm = corpus.llm(generate_kwargs={"temperature": 2.0, "seed": 1})
-        sampled = llm.complete(prompt, formatted=True).text
-        assert sampled == llm.complete(prompt, formatted=True).text  # the seed
-        assert sampled != llm.complete(prompt, formatted=True, seed=2).text
-        greedy = corpus.llm().complete(prompt, formatted=True).text
-        assert llm.complete(prompt, formatted=True, temperature=0.0).text == greedy
-        assert llm.complete(prompt, formatted=True, temperature=None).text == sampled
-        asked = cached_prompt(corpus)
-        answers = {llm.complete(asked, seed=seed, top_p=1e-6).text for seed in range(3)}
-        assert answers == {f" {ASKED.workers}"}  # the likeliest token alone is left
-
     def test_length_and_stop(self, corpus: Corpus) -> None:
         llm, prompt = corpus.llm(), "Documents:\n\n[Dunlux"
         text = llm.complete(prompt, formatted=True).text
@@ -360,14 +311,6 @@ class TestConfiguration:
         with pytest.raises(InvalidOption, match="store_bits=3"):  # nothing is loaded for it
             SamKVLLM(model_name="nowhere/to-be-found", store_bits=3)
 
-    def test_misses_are_computed_as_chunks_by_default(self) -> None:
-        engine = Engine(builtin(), method="samkv-guided")
-        llm = SamKVLLM(engine=engine, max_new_tokens=1)
-        engine.expect([ASKED.text])
-        llm.complete(f"Documents:\n\n{ASKED.text}\n\nQuestion: Who?")
-        assert (llm.on_miss, llm.last_report.computed_now) == ("compute", 1)
-        assert engine.is_cached(ASKED.text)
-
     def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:
         metadata = SamKVLLM.from_engine(corpus.engine).metadata
         assert metadata.model_name == "builtin"
@@ -377,12 +320,6 @@ class TestConfiguration:
     @pytest.mark.parametrize("options", [
         {"context_window": 600},
         {"is_chat_model": False, "completion_to_prompt": lambda text: f"Read this:\n{text}\nOh?"},
-        # a prompt that fills the window each, as the last one does
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"system_prompt": "Be brief, and polite."}, marks=pytest.mark.slow),
-        pytest.param({"is_chat_model": False}, marks=pytest.mark.slow),
-        pytest.param({"messages_to_prompt": lambda messages: f"Say: {messages[-1].content}!"},
-                     marks=pytest.mark.slow),
     ])  # fmt: skip
     def test_window_is_what_a_prompt_may_fill(self, corpus: Corpus, options: Any) -> None:
         llm = corpus.llm(**options)
@@ -406,38 +343,12 @@ class TestConfiguration:
         with pytest.raises(InvalidOption, match="system prompt take .* tokens.*shorten"):
             corpus.llm(context_window=30, system_prompt="Be brief. " * 10)
 
-    def test_evicts_as_it_was_told(self, corpus: Corpus) -> None:
-        report = corpus.llm(eviction="h2o").complete("Hello there, who are you?").raw["samkv"]
-        assert report["eviction"] == "h2o"
-        report = corpus.llm(eviction="none").complete("Hello there, who are you?").raw["samkv"]
-        assert report["eviction"] is None
-
     def test_loads_by_name_and_folder(self, tmp_path: Path) -> None:
         llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv", device_map="cpu")
         key = llm.engine.cache_chunks([ASKED.text])[0]
         other = SamKVLLM.from_dict(llm.to_dict())
         assert other.engine is not llm.engine
         assert other.engine.store.keys(other.engine.fingerprint) == [key]
-
-    def test_a_folder_is_the_same_however_it_is_written(
-        self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(corpus.folder)
-        for folder in ("kv", corpus.folder / "kv"):
-            assert corpus.llm(kv_dir=folder).kv_dir == str(corpus.folder / "kv")
-
-    def test_dict_round_trip(self, corpus: Corpus) -> None:
-        llm = corpus.llm(
-            generate_kwargs={"temperature": 0.5},
-            system_prompt="Be brief.",
-            method="reuse",
-            eviction="h2o",
-        )
-        data = llm.to_dict()
-        assert data["class_name"] == SamKVLLM.class_name() == "SamKV_LLM"
-        assert data["kv_dir"] == str(corpus.folder / "kv") and "engine" not in data
-        again = SamKVLLM.from_dict(data, engine=corpus.engine)
-        assert again.to_dict() == data and again.engine is corpus.engine
 
     def test_copies_share_the_engine_and_nothing_else(self, corpus: Corpus) -> None:
         llm = corpus.llm(generate_kwargs={"temperature": 0.5})
@@ -449,16 +360,3 @@ class TestConfiguration:
         assert travelled.metadata == llm.metadata
         with pytest.raises(InvalidOption, match="another process"):
             travelled.complete("Hello")
-
-    def test_classes_are_what_llama_index_looks_for(self) -> None:
-        assert issubclass(SamKVLLM, BaseLLM) and issubclass(SamKVLLM, LLM)
-        assert issubclass(SamKVPostprocessor, BaseNodePostprocessor)
-        assert issubclass(SamKVCacheTransform, TransformComponent)
-        assert SamKVPostprocessor.class_name() == "SamKVPostprocessor"
-
-    def test_llama_index_stays_a_namespace(self) -> None:
-        # one __init__.py above samkv/ would hide every other LlamaIndex package
-        root = Path(__file__).parents[3] / "connectors" / "llama_index"
-        inits = {path.relative_to(root).as_posix() for path in root.rglob("__init__.py")}
-        parts = ("llms", "postprocessor", "vector_stores")
-        assert inits == {f"{part}/samkv/__init__.py" for part in parts}

@@ -7,17 +7,13 @@ test.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 from llama_index.core.response_synthesizers import ResponseMode
 
-from tests.support.handles import spelled_out
 from tests.support.llama_index_pipelines import (
     MAX_NEW_TOKENS,
     PIPELINES,
-    WAYS,
     Library,
     answers,
     cases,
@@ -25,16 +21,13 @@ from tests.support.llama_index_pipelines import (
 )
 from tests.support.pipelines import (
     ASPECTS,
-    BAR,
     N_QUESTIONS,
     TOP_K,
     TURNS,
     Row,
     bodies_in,
     compared,
-    holds,
     questions,
-    title_of,
 )
 
 # of LlamaIndex's agents, about themselves
@@ -55,7 +48,7 @@ the first one does."""
 NEAR_ANOTHER = (
     "compact, 8 chunks", "compact, 12 chunks",  # longer prompts
     "simple_summarize", "compact_accumulate",  # prompts of `compact` and `accumulate`
-    "sentence windows, cached at ingest", "rerankers after",
+    "sentence windows, cached at ingest",
     "tree_summarize, several calls", "compact_accumulate, several calls",  # see the test of packing
 )  # fmt: skip
 """Pipelines that find their chunks as another one does, which the quick tests have."""
@@ -162,53 +155,9 @@ def test_pipeline_with_all_questions(
     assert passes(row, aspect), row
 
 
-def asked_about(library: Library) -> list[tuple[str, str]]:
-    """What `accumulate` answers where a call holds the document asked about, and full prefill."""
-    pairs = []
-    both = [
-        answers("accumulate", library, "handle", method) for method in ("samkv-guided", "recompute")
-    ]
-    for question, found, full in zip(library.questions, *both, strict=True):
-        read, as_well = (
-            [spelled_out(library.engine, prompt) for prompt in each.prompts]
-            for each in (found, full)
-        )
-        assert read == as_well != found.prompts
-        (asked,) = (body for body in question.documents if title_of(body) in question.question)
-        parts = [one.answer.split(RULE) for one in (found, full)]
-        triples = zip(read, *parts, strict=True)
-        pairs += [(mine, theirs) for prompt, mine, theirs in triples if asked in prompt]
-    return pairs
-
-
-def test_made_up_answers_alone_differ(tmp_path: Path) -> None:
-    # a library of its own: handles of answers that the others asked for end after an hour
-    with closing(Library(tmp_path, questions(N_OTHERS))) as library:
-        pairs = asked_about(library)
-    assert len(pairs) == N_OTHERS
-    assert all(mine == theirs for mine, theirs in pairs)
-
-
-@pytest.mark.slow  # 200 calls, twice
-def test_made_up_answers_alone_differ_with_all_questions(tmp_path: Path) -> None:
-    with closing(Library(tmp_path, questions(N_QUESTIONS))) as library:
-        pairs = asked_about(library)
-    # Chroma's index misses the nearest of 400 documents in one query of fifty
-    assert len(pairs) >= BAR * N_QUESTIONS
-    assert sum(mine == theirs for mine, theirs in pairs) >= BAR * len(pairs)
-
-
 def test_every_response_mode_is_in_the_table() -> None:
     without_chunks = {"no_text", "generation"}  # nothing that was retrieved reaches the model
     assert {mode.value for mode in ResponseMode} - without_chunks <= PIPELINES.keys()
-
-
-def test_known_failures_name_an_aspect() -> None:
-    for name, pipeline in PIPELINES.items():
-        known = {*pipeline.fails, *pipeline.fails_with_handles, *pipeline.fails_with_texts}
-        assert known <= set(ASPECTS), name
-        assert set(pipeline.ways) & set(WAYS), name
-        assert pipeline.like in ("", *PIPELINES), name
 
 
 def test_packing_makes_several_calls_and_loses_no_chunk(apart: Library) -> None:
@@ -232,48 +181,3 @@ def test_agent_reads_what_the_tool_found(few: Library) -> None:
         (prompt,) = found.prompts  # the tool call is scripted, and asks no model
         assert prompt.startswith("Documents:") and "Question:" in prompt
         assert bodies_in(prompt, ()) == found.hits == TOP_K
-
-
-def test_upserts_and_deletes_leave_what_is_there_now(few: Library) -> None:
-    answers("IngestionPipeline, upserts and deletes", few, "handle", "recompute")
-    rows = few.collections["upserted"].get(include=["documents"])
-    assert sorted(rows["documents"]) == sorted(document.text for document in few.documents())
-
-
-def test_nothing_that_was_stored_holds_a_handle(few: Library) -> None:
-    names = ("compact", "metadata templates")
-    for name in names:
-        answers(name, few, "handle", "samkv-guided")
-    stored = few.stored()
-    for document in few.documents():
-        assert stored.count(document.text.split("\n")[1]) >= len(names)
-    assert "samkv:" not in stored
-
-
-class TestMeasuring:
-    def test_bodies_in(self) -> None:
-        handle = f"[[samkv:{'0f' * 16}]]"
-        prompt = f"{handle} a long body, and again a long body; body {handle[:20]}"
-        assert bodies_in(prompt, ()) == 1
-        assert bodies_in(prompt, ("a long body", "body")) == 4
-        assert bodies_in(prompt, ("a long body", "body", "missing")) == 4
-
-    def test_holds(self) -> None:
-        assert holds("Response 1: The Red Lamp.", ["red lamp"])
-        assert not holds("infrared lamp", ["red lamp"])
-        assert not holds("", ["red lamp"])
-
-    def test_bar(self) -> None:
-        row = Row(
-            pipeline="x", way="handle", questions=50, same=45, right=0,
-            given=4, hits=4, misses=0, handles=0,
-        )  # fmt: skip
-        assert all(row.passes(aspect) for aspect in ASPECTS)
-        for name, value, missed in (
-            ("same", 44, "same"),
-            ("hits", 3, "hits"),
-            ("misses", 1, "hits"),
-            ("handles", 1, "handles"),
-        ):
-            worse = Row(**{**vars(row), name: value})
-            assert [a for a in ASPECTS if not worse.passes(a)] == [missed]

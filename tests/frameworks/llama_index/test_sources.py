@@ -84,25 +84,6 @@ def test_nodes_of_earlier_releases_and_other_programs(
     assert {row[KEY_FIELD] for row in rows} == set(map(engine.key_of, TEXTS[:2]))
 
 
-def test_what_the_transform_has_cached_is_not_read_again(
-    engine: Engine, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = [TextNode(text=text, embedding=[1.0, 0.0]) for text in TEXTS]
-    SamKVCacheTransform(engine=engine)(nodes)
-    opened: list[str] = []
-    open_ = engine.store.open
-
-    def watched(key: str, *rest: Any) -> Any:
-        opened.append(key)
-        return open_(key, *rest)
-
-    monkeypatch.setattr(engine.store, "open", watched)
-    store.add(nodes)
-    assert opened == []
-    store.add(nodes)  # whoever has not come from the transform is verified
-    assert sorted(opened) == sorted(map(engine.key_of, TEXTS))
-
-
 def test_another_store_with_a_cache_that_is_gone_is_computed(
     engine: Engine, store: SamKVChromaVectorStore
 ) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.errors import AnswerCut, InvalidOption
+from samkv_integrations.errors import AnswerCut
 from tests.support.models import quoting_model
 
 PROMPT = PromptTemplate("{document}\n\nWhere was {name} born?")
@@ -51,13 +51,6 @@ def test_structured_predict(llm: SamKVLLM) -> None:
         assert isinstance(found, Birth)
 
 
-async def test_async(llm: SamKVLLM) -> None:
-    found = await llm.astructured_predict(Town, PROMPT, **GIVEN)
-    assert found == llm.structured_predict(Town, PROMPT, **GIVEN)
-    stream = await llm.astream_structured_predict(Town, PROMPT, **GIVEN)
-    assert [each async for each in stream][-1] == found
-
-
 def test_stream(llm: SamKVLLM) -> None:
     chunks = list(llm.stream_structured_predict(Town, PROMPT, **GIVEN))
     assert len(chunks) > 2
@@ -92,24 +85,3 @@ def test_one_that_was_cut() -> None:
     with pytest.raises(AnswerCut, match=reason):
         list(short.stream_structured_predict(Town, PROMPT, **GIVEN))
     assert len(short.complete("Where?").text) > 0
-
-
-def test_stop_strings_of_the_llm_do_not_cut_it() -> None:
-    stopping = llm_with(generate_kwargs={"stop": ['"', "}"]})
-    assert isinstance(stopping.structured_predict(Birth, PROMPT, **GIVEN), Birth)
-
-
-def test_a_schema_that_cannot_be_kept_to(llm: SamKVLLM) -> None:
-    class Towns(BaseModel):
-        """Several."""
-
-        names: set[str]
-
-    with pytest.raises(InvalidOption, match="uniqueItems"):
-        llm.structured_predict(Towns, PROMPT, **GIVEN)
-
-
-def test_one_call_with_a_schema(llm: SamKVLLM) -> None:
-    assert llm.complete("Where?", json_schema={"const": "Flevport"}).text == '"Flevport"'
-    chat = llm.chat([ChatMessage(content="Where?")], json_schema={"const": "Flevport"})
-    assert chat.message.content == '"Flevport"'

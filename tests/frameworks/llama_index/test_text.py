@@ -22,7 +22,7 @@ from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
+from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong
 from tests.support.handles import HANDLE
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -50,12 +50,6 @@ def settings() -> Any:
 
 
 class TestOnlyTheLlmIsSwapped:
-    def test_caches_made_at_ingest_are_found(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        assert ASKED.workers in str(ask(corpus, llm))
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-        assert llm.last_report.reused > 0 and llm.last_report.recompute_ratio < 1
-
     def test_nothing_is_looked_for_if_so_asked(self, corpus: Corpus) -> None:
         llm = corpus.llm(match_text=False)
         assert ASKED.workers in str(ask(corpus, llm))
@@ -146,12 +140,6 @@ class TestTextMode:
         for trace in (prompts, events, seen.seen, spans.seen, response, response.source_nodes):
             assert not HANDLE.search(repr(trace))
 
-    def test_nodes_are_those_that_were_retrieved(self, corpus: Corpus) -> None:
-        nodes = corpus.index.as_retriever(similarity_top_k=TOP_K).retrieve(ASKED.question)
-        shown = SamKVPostprocessor(engine=corpus.engine, mode="text").postprocess_nodes(nodes)
-        assert [node.node for node in shown] == [node.node for node in nodes]
-        assert [type(node.node) for node in shown] == [TextNode] * TOP_K
-
     def test_the_key_is_hidden_from_prompts(self, corpus: Corpus) -> None:
         # as in records that no pipeline of LlamaIndex has written
         node = TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32, "file": "a.txt"})
@@ -193,21 +181,6 @@ class TestTextMode:
             shown = postprocessor.postprocess_nodes([NodeWithScore(node=node) for node in odd])
             assert [node.node.get_content("llm") for node in shown] == [" ", "a picture", ""]
 
-    def test_caches_begin_to_be_read(self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-        begun, prefetch = [], ChunkStore.prefetch
-
-        def spied(self: ChunkStore, key: str, *rest: Any) -> None:
-            begun.append(key)
-            prefetch(self, key, *rest)
-
-        monkeypatch.setattr(ChunkStore, "prefetch", spied)
-        for mode in ("text", "handle"):
-            begun.clear()
-            llm = corpus.llm()
-            response = ask(corpus, llm, SamKVPostprocessor(llm=llm, mode=mode))
-            texts = [source.node.text for source in response.source_nodes]
-            assert begun == [corpus.engine.key_of(text) for text in texts]
-
     def test_unknown_mode(self, corpus: Corpus) -> None:
         with pytest.raises(InvalidOption, match="mode='both'; allowed: text, handle"):
             SamKVPostprocessor(engine=corpus.engine, mode="both")
@@ -237,12 +210,6 @@ class TestWithoutCaches:
         postprocessor = SamKVPostprocessor(llm=llm, on_miss="compute")
         assert ASKED.workers in str(ask(corpus, llm, postprocessor))
         assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-
-    def test_something_else_than_a_store(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("a file")
-        for folder in (tmp_path, tmp_path / "file"):
-            with pytest.raises(StoreError, match="name a new or empty folder"):
-                SamKVLLM(model_name="builtin", kv_dir=folder)
 
     def test_the_prompt_does_not_fit(self, corpus: Corpus) -> None:
         llm = corpus.llm(context_window=150)  # for which LlamaIndex packs; the model has more

@@ -65,12 +65,6 @@ def test_a_call(llm: SamKVLLM) -> None:
     assert response.message.content == "I look." and call.tool_id
 
 
-def test_several_calls(llm: SamKVLLM) -> None:
-    with dictated(f"{CALL}{CALL}"):
-        response = llm.chat_with_tools([TOOL], QUESTION, allow_parallel_tool_calls=True)
-    assert len(llm.get_tool_calls_from_response(response)) == 2
-
-
 def test_no_call(llm: SamKVLLM) -> None:
     with dictated("On the Tume."):
         response = llm.chat_with_tools([TOOL], QUESTION)
@@ -99,11 +93,6 @@ def test_forced(llm: SamKVLLM) -> None:
     assert call.tool_name == "find_record" and isinstance(call.tool_kwargs["town"], str)
     with pytest.raises(AnswerCut, match="cut after 9 tokens"):
         llm.chat_with_tools([TOOL], QUESTION, tool_required=True, max_tokens=9)
-
-
-def test_predict_and_call(llm: SamKVLLM) -> None:
-    with dictated(CALL):
-        assert str(llm.predict_and_call([TOOL], QUESTION)) == RECORD
 
 
 async def test_agent(llm: SamKVLLM) -> None:

@@ -7,23 +7,16 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, StorageContext, VectorStoreIndex
+from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import (
-    ImageNode,
-    MetadataMode,
-    NodeRelationship,
-    RelatedNodeInfo,
-    TextNode,
-)
+from llama_index.core.schema import ImageNode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores.types import (
     FilterCondition,
@@ -39,9 +32,8 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError
+from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.chroma_link import client_of
 from tests.support.chroma_server import HOST
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -142,24 +134,6 @@ class TestAdd:
         assert rows["a"]["page"] == 3 and rows["a"]["document_id"] == "doc"
         assert rows["b"]["file"] == ""  # as upstream writes None
 
-    def test_the_key_reaches_neither_prompts_nor_embeddings(
-        self, store: SamKVChromaVectorStore, engine: Engine
-    ) -> None:
-        bare, handled = node("a", TEXTS[0], page=3), node("b", TEXTS[1], page=3)
-        SamKVCacheTransform(engine=engine)([handled])
-        store.add([bare, handled])
-        ChromaLink(store.client, engine).add(["c"], TEXTS[2:3], [VECTOR])
-        found = store.query(VectorStoreQuery(query_embedding=VECTOR, similarity_top_k=9)).nodes
-        assert found is not None
-        for nodes in (found, store.get_nodes(["a", "b", "c"])):
-            by_id = {n.node_id: n for n in nodes}
-            for n in (bare, handled):
-                for mode in (MetadataMode.LLM, MetadataMode.EMBED, MetadataMode.NONE):
-                    assert by_id[n.node_id].get_content(mode) == n.get_content(mode)
-            foreign = next(n for n in nodes if n.get_content() == TEXTS[2])
-            for mode in (MetadataMode.LLM, MetadataMode.EMBED):
-                assert foreign.get_content(mode) == TEXTS[2]
-
     def test_nodes_of_the_transform_are_looked_up_and_not_read(
         self, store: SamKVChromaVectorStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -175,15 +149,6 @@ class TestAdd:
         assert set(opened) == keys_of(store, TEXTS[2])
         assert records(store)["b"] == (TEXTS[2], engine.key_of(TEXTS[2]))
 
-    def test_a_known_id_is_replaced_and_its_old_text_released(
-        self, store: SamKVChromaVectorStore
-    ) -> None:
-        store.add([node("a", TEXTS[0], page=1), node("b", TEXTS[1]), node("c", TEXTS[1])])
-        store.add([node("a", TEXTS[2]), node("b", TEXTS[3])])
-        in_step(store, TEXTS[2], TEXTS[3], TEXTS[1])
-        (row,) = store.client.get(ids=["a"])["metadatas"]
-        assert "page" not in row
-
     def test_images_and_empty_nodes_have_no_key(self, store: SamKVChromaVectorStore) -> None:
         image = ImageNode(id_="i", text="a caption", image_url="http://x/y", embedding=VECTOR)
         image.metadata[KEY_FIELD] = "0" * 32
@@ -195,23 +160,6 @@ class TestAdd:
         assert files(store) == keys_of(store, TEXTS[0])
         (back,) = store.get_nodes(["i"])
         assert isinstance(back, ImageNode) and back.image_url == "http://x/y"
-
-    def test_no_more_at_once_than_chroma_takes(
-        self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(client_of(store.client), "get_max_batch_size", lambda: 4)
-        sizes, upsert = [], store.client.upsert
-
-        def counted(*, ids: list[str], **rest: Any) -> None:
-            sizes.append(len(ids))
-            upsert(ids=ids, **rest)
-
-        monkeypatch.setattr(store.client, "upsert", counted)
-        store.add([node(str(n), text) for n, text in enumerate(TEXTS)])
-        assert sizes == [4, 2]
-        in_step(store, *TEXTS)
-        store.clear()
-        in_step(store)
 
     def test_mistakes_are_said_before_anything_is_computed(
         self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
@@ -232,44 +180,8 @@ class TestAdd:
         in_step(store, TEXTS[5])
         assert store.add([]) == []
 
-    def test_the_transform_refuses_the_same_nodes(self, engine: Engine) -> None:
-        with pytest.raises(InvalidChunk, match="split it"):
-            SamKVCacheTransform(engine=engine)([node("l", "words " * 5000)])
-
-    def test_a_folder_of_caches_that_was_removed(
-        self, store: SamKVChromaVectorStore, tmp_path: Path
-    ) -> None:
-        (tmp_path / "kv").rename(tmp_path / "away")
-        with pytest.raises(StoreError, match=r"kv.*next step"):
-            store.add([node("a", TEXTS[0])])
-        assert not records(store)
-
 
 class TestDelete:
-    def test_shared_texts_stay_while_someone_needs_them(
-        self, either: SamKVChromaVectorStore, engine: Engine
-    ) -> None:
-        client = client_of(either.client)
-        name = f"{either.client.name}-other"
-        model = client.create_collection(name=name)
-        other = SamKVChromaVectorStore(
-            type(either.client)(client=client, model=model, embedding_function=None), engine=engine
-        )
-        either.add(
-            [node("a", TEXTS[0], "d1"), node("b", TEXTS[1], "d1"), node("c", TEXTS[2], "d2")]
-        )
-        either.add([node("e", TEXTS[2], "d3")])
-        other.add([node("a", TEXTS[1])])
-        either.delete("d1")
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.delete_nodes(["c"])
-        assert files(either) == keys_of(either, TEXTS[1], TEXTS[2])
-        either.clear()
-        assert files(either) == keys_of(either, TEXTS[1])
-        other.delete_nodes(filters=MetadataFilters(filters=[_equal("document_id", "None")]))
-        assert not files(either)
-        client.delete_collection(name)
-
     def test_by_ids_and_filters(self, store: SamKVChromaVectorStore) -> None:
         kinds = ["x", "y", "x", "y"]
         store.add([node(k, t, kind=x) for k, t, x in zip("abcd", TEXTS, kinds, strict=False)])
@@ -361,8 +273,9 @@ class TestLlamaIndex:
         assert llm.last_report is not None and len(answer.source_nodes) == 3
         assert {n.node.get_content() for n in answer.source_nodes} == set(TEXTS[:3])
 
-    @pytest.mark.parametrize("is_async", [False, True])
-    @pytest.mark.parametrize("strategy", ["UPSERTS", "UPSERTS_AND_DELETE"])
+    @pytest.mark.parametrize(
+        ("strategy", "is_async"), [("UPSERTS", False), ("UPSERTS_AND_DELETE", True)]
+    )
     def test_pipeline(
         self, store: SamKVChromaVectorStore, engine: Engine, strategy: str, is_async: bool
     ) -> None:
@@ -478,24 +391,3 @@ def _equal(key: str, value: str | int) -> MetadataFilter:
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
-
-
-def test_progress_is_shown_chunk_by_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = partial(samkv_integrations.chroma.link.tqdm, mininterval=0)
-    monkeypatch.setattr(samkv_integrations.chroma.link, "tqdm", bar)
-    engine = Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
-    nodes = [TextNode(text=text) for text in TEXTS[:3]]
-    for show in (True, False):
-        store = SamKVChromaVectorStore.from_params(
-            f"shown-{show}", persist_dir=str(tmp_path / "chroma"), engine=engine, show_progress=show
-        )
-        context = StorageContext.from_defaults(vector_store=store)
-        VectorStoreIndex(nodes, storage_context=context, embed_model=Letters())
-        shown = capsys.readouterr().err
-        assert all((f" {n}/3 " in shown) is show for n in (1, 2, 3)), shown
-        pipeline = IngestionPipeline(transformations=[Letters()], vector_store=store)
-        pipeline.run(nodes=[TextNode(text=TEXTS[3])])
-        assert (" 1/1 " in capsys.readouterr().err) is show
-        assert store.to_dict()["show_progress"] is show

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _UNWRITTEN = "engine_only"
-"""Key of a dictionary with the names of what it omits, if anything."""
+"""Key of `to_dict` that lists the settings of the engine which a dictionary cannot hold."""
 
 
 class SamKVLLM(LocalLLM, FunctionCallingLLM):
@@ -138,8 +138,8 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     """Whether LlamaIndex prompts with messages; None: if there is a chat template, and neither
     query_wrapper_prompt nor completion_to_prompt."""
     cache_retrieved: bool = False
-    """Whether to cache nodes, which any retriever of this process has found, when a prompt first
-    holds them; for an index that was built without `SamKVCacheTransform`."""
+    """Whether to cache retrieved nodes when a prompt contains them for the first time; for an index
+    that was built without `SamKVCacheTransform`. Nodes of every retriever in the process count."""
 
     _elsewhere: ClassVar[Mapping[str, str]] = {
         **{
@@ -521,7 +521,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             )
         return found
 
-    # -- the one way to an answer -----------------------------------------------------------
+    # -- calls of the engine -----------------------------------------------------------------
 
     def _completion_prompt(self, prompt: str, formatted: bool) -> Prompt:
         check_text("prompt", prompt)
@@ -635,7 +635,7 @@ def expect_retrieved(engine: Engine) -> None:
 
 
 class _Retrievals(BaseEventHandler):
-    """The event handler of all engines, which it holds weakly."""
+    """Passes retrieved texts to all announced engines, which it references weakly."""
 
     _engines: WeakSet[Engine] = PrivateAttr(default_factory=WeakSet)
 

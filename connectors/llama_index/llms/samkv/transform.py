@@ -92,8 +92,8 @@ class SamKVCacheTransform(TransformComponent):
             )
         elif source.get("kv_dir") is None:
             raise InvalidOption(
-                f"model_name={source['model_name']!r} without kv_dir: chunk caches in memory would "
-                "be found by nobody else; give the folder of the LLM that shall find them"
+                f"model_name={source['model_name']!r} without kv_dir: no other component could use "
+                "caches in this one's memory; give the kv_dir of the LLM"
             )
         else:
             held = EngineRef(engine_of(ModelSource(**source)))

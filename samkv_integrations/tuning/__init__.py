@@ -1,1 +1,0 @@
-"""Which setting is enough on a user's own model and documents, measured without labels."""
