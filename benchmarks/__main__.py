@@ -8,6 +8,7 @@ from importlib import import_module
 BENCHMARKS = {
     "right_answers": "right answers of every method, of all questions: the judge",
     "right_table": "tables and the picture of runs of right_answers, several models pooled",
+    "kvzip": "right answers with the share of KV entries that KVzip keeps",
     "latency": "time, bytes and memory of a first token, over chunks, lengths and methods",
     "ingest": "tokens a second of caching chunks, against a plain forward",
     "serve": "throughput and latencies of a server under load, methods side by side",

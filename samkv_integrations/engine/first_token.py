@@ -20,11 +20,11 @@ from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
 from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.eviction import Eviction, Quest
-from samkv_integrations.eviction.base import DroppingEviction
+from samkv_integrations.eviction import Eviction
+from samkv_integrations.eviction.base import DroppingEviction, SparseEviction
 from samkv_integrations.methods import Method
-from samkv_integrations.methods.base import Checked, ProbedLayer, overwrite
-from samkv_integrations.methods.parts import RecomputeAll, RecomputeInexact, SelectAll
+from samkv_integrations.methods.base import Checked, ProbedLayer, SelectAll, overwrite
+from samkv_integrations.methods.baselines import RecomputeAll, RecomputeInexact
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 
 
@@ -258,9 +258,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             return last_plan
 
         cache: WorkingCache
-        if isinstance(rule, Quest):
+        if isinstance(rule, SparseEviction):
             cache = SparseCache(
-                n_layers, context, rule.budget(layout.n_context), request.capacity,
+                n_layers, context, rule, rule.budget(layout.n_context), request.capacity,
                 method.attend, n_tokens=layout.n_tokens, model=model,
             )  # fmt: skip
         else:

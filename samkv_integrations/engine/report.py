@@ -31,7 +31,7 @@ class Report:
     prefix_tokens: first tokens that were taken from memory, where an earlier prompt with the same
         prefix left them: up to the first chunk, and with ``prefix`` in chunks too.
     kept_ratio: share of the context tokens that the answer attends to after its first token,
-        mean over layers and key-value heads; with quest, those that one step attends to.
+        mean over layers and key-value heads; if an eviction drops nothing, those of one step.
     recompute_ratio: share of the context tokens that were computed, mean over layers. Chunks that
         are ``computed_now``, or have no usable cache, count as computed in full.
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.

@@ -1,7 +1,7 @@
 """The working cache: the KV entries that an answer's tokens after the first attend to.
 
 `DenseCache` holds all entries, or those that an eviction rule keeps. `SparseCache` holds the
-context in its stored bits, and each step attends to a few of its tokens (after Quest).
+context in its stored bits, and each step attends to a few of its tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from torch.nn.functional import pad
 
 from samkv_integrations.cache.formats.quantise import Entries
 from samkv_integrations.engine.loader import Context
-from samkv_integrations.eviction.base import DroppingEviction, Seen
+from samkv_integrations.eviction.base import Chooser, DroppingEviction, Seen, SparseEviction
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention
 from samkv_integrations.model.model import Model
-
-_LEAST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +51,14 @@ class LayerEntries:
     scaling: float
     window: int | None = None
     at: Tensor | None = None
+
+    @property
+    def seen(self) -> Seen:
+        """What an eviction rule sees of it."""
+        return Seen(
+            query=self.queries, slots=self.query_slots, keys=self.keys[: self.n_entries],
+            scaling=self.scaling,
+        )  # fmt: skip
 
 
 class WorkingCache(ABC):
@@ -179,11 +185,7 @@ class DenseCache(WorkingCache):
         if entries.at is not None and entries.window is not None and entries.window < most:
             self._trim(layer, entries.at, entries.window)
         elif self._keepers:
-            seen = Seen(
-                query=entries.queries, slots=entries.query_slots, keys=entries.keys[:n_entries],
-                scaling=entries.scaling,
-            )  # fmt: skip
-            self.keep(layer, self._keepers[layer].prompt(seen))
+            self.keep(layer, self._keepers[layer].prompt(entries.seen))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -267,16 +269,16 @@ class DenseCache(WorkingCache):
 class SparseCache(WorkingCache):
     """Context tokens as they are stored, and all other tokens as rotated keys and values.
 
-    A step computes the keys of the context, one layer at a time, attends to the tokens with the
-    largest softmax, summed over heads, and drops the keys again. The remaining tokens count as one,
-    with the sum of their weights and the mean value of the context (SparQ Attention, arXiv
-    2312.04985, section 3), unless a method weighs the context in its own way.
+    A step attends to the context tokens that the rule chooses, whose keys and values are computed
+    for the step, one layer at a time. If the rule gives a logit for the others, they count as one
+    token with the mean value of the context, unless a method weighs the context in its own way.
 
-    ``kv_bytes`` leaves out the cos and sin of the context's positions, which all layers share.
+    ``kv_bytes`` leaves out what the rule holds, and the cos and sin of the context's positions,
+    which all layers share.
 
     Args:
         context: gives the entries of a layer when that layer is taken.
-        budget: context tokens that a step attends to.
+        rule: chooses what a step attends to. budget: context tokens that it attends to at most.
         capacity: tokens that the answer may add.
         weigh: the method's own attention in a step, None for the model's.
         n_tokens: of the prompt. model: how its layers attend; plain attention without one.
@@ -288,6 +290,7 @@ class SparseCache(WorkingCache):
         self,
         n_layers: int,
         context: Context,
+        rule: SparseEviction,
         budget: int,
         capacity: int,
         weigh: ContextAttention | None = None,
@@ -299,13 +302,13 @@ class SparseCache(WorkingCache):
         self._is_near = [False] * n_layers
         self._most, self._model = n_tokens + capacity, model
         self._n_layers, self._stored = n_layers, context
-        self._budget, self._capacity, self._weigh = budget, capacity, weigh
+        self._rule, self._budget, self._capacity, self._weigh = rule, budget, capacity, weigh
         self._context: list[Entries | None] = [None] * n_layers
+        self._choosers: list[Chooser | None] = [None] * n_layers  # None to attend to everything
         self._mean_value: list[Tensor] = [torch.empty(0)] * n_layers  # (1, G, D), of the context
         self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
         self._values: list[Tensor] = [torch.empty(0)] * n_layers
         self._lengths = [0] * n_layers
-        self._n_context = [0] * n_layers
 
     @property
     def kv_bytes(self) -> int:
@@ -317,7 +320,9 @@ class SparseCache(WorkingCache):
     def attended(self, layer: int, of_chunks: Tensor) -> float:
         if self._is_near[layer]:
             return self._near.attended(layer, of_chunks)
-        return int(of_chunks.sum()) - max(0, self._n_context[layer] - self._budget)
+        chooser, context = self._choosers[layer], self._context[layer]
+        n_left_out = 0 if chooser is None or context is None else len(context) - chooser.count
+        return int(of_chunks.sum()) - n_left_out
 
     def take(self, layer: int, entries: LayerEntries) -> None:
         self._is_near[layer] = entries.window is not None and entries.window < self._most
@@ -333,7 +338,7 @@ class SparseCache(WorkingCache):
         room = (0, 0, 0, 0, 0, self._capacity)
         self._keys[layer] = pad(entries.keys.index_select(0, others), room)
         self._values[layer] = pad(entries.values.index_select(0, others), room)
-        self._lengths[layer], self._n_context[layer] = len(others), len(entries.context)
+        self._lengths[layer] = len(others)
         if len(entries.context):
             computed = entries.context_slots[entries.changed]
             self._context[layer] = self._stored.entries(layer, entries.context).with_computed(
@@ -343,6 +348,9 @@ class SparseCache(WorkingCache):
             )
             of_context = entries.values.index_select(0, entries.context_slots)
             self._mean_value[layer] = of_context.mean(0, keepdim=True)
+        if len(entries.context) > self._budget:
+            slots = entries.context_slots
+            self._choosers[layer] = self._rule.chooser(self._budget, entries.seen, slots)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -355,18 +363,20 @@ class SparseCache(WorkingCache):
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        length, context = self._lengths[layer], self._context[layer]
+        length, context, chooser = self._lengths[layer], self._context[layer], self._choosers[layer]
         self._keys[layer][length], self._values[layer][length] = key[0, :, 0], value[0, :, 0]
         self._lengths[layer] = length + 1
         parts = [(self._keys[layer][: length + 1], self._values[layer][: length + 1])]
         n_context, rest_logit, mask = 0, None, None
         if context is not None:
-            if self._budget < len(context):
-                best, rest_logit = self._choose(context, query[0, :, 0], scaling)
-                context = context.select(best)
+            if chooser is not None:
+                of_heads = query[0, :, 0]
+                logits = partial(self._logits, context, of_heads, scaling)
+                chosen, rest_logit = chooser.choose(of_heads, logits)
+                context = context.select(chosen)
             n_context = len(context)
             parts.insert(0, context.keys_and_values())
-        if rest_logit is not None:
+        if rest_logit is not None and self._weigh is None:
             # A zero key has the logit 0 with every query; the mask adds the logit of the rest. All
             # logits are shifted by it, so that rounding to the dtype does not see large numbers.
             mean_value = self._mean_value[layer]
@@ -380,24 +390,12 @@ class SparseCache(WorkingCache):
         is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
         return self._weigh(query, keys, values, scaling, None, is_context)
 
-    def _choose(
-        self, context: Entries, query: Tensor, scaling: float
-    ) -> tuple[Tensor, Tensor | None]:
-        """The context tokens that a query (H, D) attends to, in order, and the logit of the rest.
-
-        One choice for all heads. The logit is (H,), or None for a method with its own attention.
-        """
+    def _logits(self, context: Entries, query: Tensor, scaling: float) -> Tensor:
+        """(H, n) float32 of a query (H, D) with the context, as the layer scores it."""
         logits = context.logits(query).flatten(0, 1).mul_(scaling)
         if self._model is not None and (cap := self._model.score_cap) is not None:
             logits.div_(cap).tanh_().mul_(cap)
-        top = logits.amax(-1, keepdim=True)
-        weights = logits.sub_(top).exp_()  # of each head (H, n), over that of its largest
-        scores = weights.sum(-1).reciprocal() @ weights  # the softmax, summed over heads
-        best = scores.topk(self._budget, sorted=False).indices.sort().values
-        if self._weigh is not None:
-            return best, None
-        rest = weights.index_fill_(-1, best, 0).sum(-1)
-        return best, top[:, 0] + rest.clamp_min(_LEAST).log()
+        return logits
 
 
 def on_one_thread(work: Callable[[], Tensor]) -> Tensor:

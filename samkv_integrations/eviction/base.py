@@ -1,14 +1,14 @@
-"""The interface of an eviction rule: a budget, and a keeper of each layer, which sees attention.
+"""The interfaces of eviction rules, which drop entries or attend to a few of them at each step.
 
-A rule is immutable data; the state of one answer is in a `Keeper` for each layer. Both see tensors
-only.
+A rule is immutable data with a budget. The state of one answer is in an object for each layer: a
+`Keeper` of a `DroppingEviction`, a `Chooser` of a `SparseEviction`. Both see tensors only.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -120,7 +120,7 @@ class Sliding(Once):
 class Eviction(ABC):
     """A rule for the KV entries that the tokens after the first attend to.
 
-    Subclass `DroppingEviction`: the engine supports no other kind, except `Quest`.
+    Subclass `DroppingEviction` or `SparseEviction`.
 
     budget_tokens, budget_ratio: entries of each layer and head, as a number or as a share of the
         whole prompt; give exactly one. A share is raised to `min_tokens` if it is smaller.
@@ -134,8 +134,17 @@ class Eviction(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
+    at_least: ClassVar[Mapping[str, int]] = {}
+    """Name -> smallest value of the rule's own options that are whole numbers."""
 
     def __post_init__(self) -> None:
+        for option, least in self.at_least.items():
+            value = getattr(self, option)
+            if type(value) is not int or value < least:
+                raise InvalidOption(
+                    f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} "
+                    "on"
+                )
         tokens, ratio = self.budget_tokens, self.budget_ratio
         if (tokens is None) == (ratio is None):
             raise InvalidOption(
@@ -165,13 +174,6 @@ class Eviction(ABC):
         assert self.budget_ratio is not None
         return max(self.min_tokens, math.floor(self.budget_ratio * n_tokens))
 
-    def _at_least(self, option: str, least: int) -> None:
-        value = getattr(self, option)
-        if type(value) is not int or value < least:
-            raise InvalidOption(
-                f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} on"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DroppingEviction(Eviction):
@@ -195,6 +197,41 @@ class DroppingEviction(Eviction):
     def layer_budget(self, n_tokens: int, layer: int, n_layers: int) -> int:
         """Entries that ``layer`` may keep of a prompt of ``n_tokens``."""
         return self.budget(n_tokens)
+
+
+Logits = Callable[[], Tensor]
+"""Computes the logits (H, n) float32 of a step's query with the n context tokens of a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chooser:
+    """Chooses the context tokens that each step of one answer attends to at one layer.
+
+    count: tokens that a step attends to.
+    choose: query (H, D), rotated, and its logits, which it may overwrite -> the (count,) tokens,
+        ascending; and the logit (H,) of all others, as one token, or None to leave them out.
+    """
+
+    count: int
+    choose: Callable[[Tensor, Logits], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseEviction(Eviction):
+    """A rule that drops nothing: each step attends to a few context tokens, of all heads the same.
+
+    Tokens outside the context are always attended to: the question, the conversation, the answer so
+    far. The context stays in memory in its stored bits.
+
+    budget_tokens, budget_ratio: context tokens that a step attends to.
+    """
+
+    @abstractmethod
+    def chooser(self, budget: int, seen: Seen, context: Tensor) -> Chooser:
+        """A new chooser for one layer of one answer, with more than ``budget`` context tokens.
+
+        seen: the prompt's entries. context: (n,) slots of the context tokens, ascending.
+        """
 
 
 def best_of_heads(scores: Tensor, count: int) -> Tensor:

@@ -9,11 +9,11 @@ from samkv_integrations.errors import UnknownOption
 from samkv_integrations.methods.a3 import a3
 from samkv_integrations.methods.ape import ape
 from samkv_integrations.methods.base import Method
+from samkv_integrations.methods.baselines import recompute, reuse, reuse_local
 from samkv_integrations.methods.cacheblend import cacheblend
 from samkv_integrations.methods.epic import auto, epic
 from samkv_integrations.methods.guided import samkv_guided
 from samkv_integrations.methods.multi_infllm import multi_infllm
-from samkv_integrations.methods.parts import recompute, reuse, reuse_local
 from samkv_integrations.methods.samkv import samkv_fusion, samkv_overwrite
 
 __all__ = ["METHODS", "Method", "get_method"]

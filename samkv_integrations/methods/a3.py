@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method
-from samkv_integrations.methods.parts import RecomputeFrom, SelectAll, top_tokens
+from samkv_integrations.methods.base import Checked, Method, RecomputeFrom
+from samkv_integrations.methods.scoring import top_tokens
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -44,6 +44,5 @@ def a3() -> Method:
         name="a3",
         paper="A3 (Attention-Aware Accurate KV Cache Fusion)",
         summary="everything kept; the 15 % that the question attends to at layer 1 recomputed",
-        select=SelectAll(),
         recompute=A3Recompute(),
     )

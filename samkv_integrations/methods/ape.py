@@ -14,7 +14,6 @@ from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.base import Method
-from samkv_integrations.methods.parts import RecomputeNone, SelectAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +71,6 @@ def ape() -> Method:
         name="ape",
         paper="arXiv 2502.05431",
         summary="chunks side by side, attention to them with temperature and scale",
-        select=SelectAll(),
-        recompute=RecomputeNone(),
         positions="local",
         attend=ApeAttention(),
     )

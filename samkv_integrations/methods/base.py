@@ -1,8 +1,9 @@
-"""The interface of a method and of its parts.
+"""The interface of a method and of its parts, and the parts that most methods share.
 
-`select` chooses the blocks to keep at each layer, `recompute` the kept tokens to compute again,
-`update` combines a recomputed entry with the cached one, `positions` places the cached keys. Parts
-are pure functions of tensors and a layout; they see neither the model nor the store nor the engine.
+`select` chooses the blocks to keep at each layer, all by default. `recompute` chooses the kept
+tokens to compute again, none by default. `update` combines a recomputed entry with the cached one.
+`positions` places the cached keys. Parts are pure functions of tensors and a layout; they see
+neither the model nor the store nor the engine.
 """
 
 from __future__ import annotations
@@ -118,6 +119,16 @@ class Select(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelectAll(Select):
+    """Keep every block at every layer."""
+
+    keeps_all: ClassVar[bool] = True
+
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+        return Selection(keep=torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checked:
     """The context tokens that have been computed up to the check layer, all rotated.
 
@@ -173,6 +184,40 @@ class Recompute(ABC):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecomputeNone(Recompute):
+    """Recompute nothing."""
+
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFrom(Recompute):
+    """Recompute all tokens up to a check layer, and above it those that `choose_after` picks.
+
+    ratio: share of the context for the layers above. Exact chunks are never recomputed.
+    layer: the check layer, counted from 0.
+    """
+
+    ratio: float = 0.15
+    layer: int = 1
+
+    def __post_init__(self) -> None:
+        check_ratio("ratio", self.ratio)
+        if self.layer < 0:
+            raise InvalidOption(f"layer={self.layer}; it must be 0 or more")
+
+    @property
+    def check_layer(self) -> int | None:
+        return self.layer
+
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        recomputed = selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+        recomputed[self.layer + 1 :] = False
+        return recomputed
+
+
 class ContextAttention(Protocol):
     """A method's own attention, which may treat context tokens and others differently."""
 
@@ -214,8 +259,8 @@ class Method:
     name: str
     paper: str
     summary: str
-    select: Select
-    recompute: Recompute
+    select: Select = SelectAll()
+    recompute: Recompute = RecomputeNone()
     update: Update = overwrite
     positions: Positions = "global"
     attend: ContextAttention | None = None

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method
-from samkv_integrations.methods.parts import RecomputeFrom, SelectAll, top_tokens
+from samkv_integrations.methods.base import Checked, Method, RecomputeFrom
+from samkv_integrations.methods.scoring import top_tokens
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -42,6 +42,5 @@ def cacheblend() -> Method:
         name="cacheblend",
         paper="arXiv 2405.16444",
         summary="everything kept; the 15 % whose values deviate most at layer 1 recomputed",
-        select=SelectAll(),
         recompute=CacheblendRecompute(),
     )

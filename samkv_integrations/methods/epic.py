@@ -17,7 +17,7 @@ from samkv_integrations.methods.base import (
     check_count,
     check_ratio,
 )
-from samkv_integrations.methods.parts import SelectAll, token_budget
+from samkv_integrations.methods.scoring import token_budget
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -68,7 +68,6 @@ def epic() -> Method:
         name="epic",
         paper="arXiv 2410.15332",
         summary="everything kept; the first 16 tokens of each chunk recomputed",
-        select=SelectAll(),
         recompute=EpicRecompute(),
     )
 

@@ -1,7 +1,8 @@
 """InfLLM (arXiv 2402.04617) for many contexts: the best blocks of each chunk, chunk by chunk.
 
 Xiao et al.: InfLLM, Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-Memory. As a baseline for many contexts: Multi-InfLLM in SamKV (arXiv 2508.11661).
+Memory. As a baseline for many contexts: Multi-InfLLM in SamKV (arXiv 2508.11661). The eviction
+`infllm` looks blocks up at each step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from samkv_integrations.methods.base import (
     SelectionInputs,
     check_ratio,
 )
-from samkv_integrations.methods.parts import RecomputeNone, fill_budget, group_heads, mean_query
+from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -84,5 +85,4 @@ def multi_infllm() -> Method:
         paper="arXiv 2402.04617",
         summary="anchors and each chunk's best blocks by mean keys; nothing recomputed",
         select=MultiInfllmSelect(),
-        recompute=RecomputeNone(),
     )

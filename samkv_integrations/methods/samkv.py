@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.methods.base import (
@@ -22,13 +23,7 @@ from samkv_integrations.methods.base import (
     check_ratio,
     overwrite,
 )
-from samkv_integrations.methods.parts import (
-    Fusion,
-    fill_budget,
-    group_heads,
-    mean_query,
-    personalise,
-)
+from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query
 from samkv_integrations.prompt.layout import Layout
 
 PAPER = "arXiv 2508.11661"
@@ -92,6 +87,22 @@ class SamkvSelect(Select):
         cap = 1.0 if self.max_kept_ratio is None else self.max_kept_ratio
         chosen = fill_budget(ranked, layout, cap * layout.n_context - n_anchor)
         return Selection(keep=chosen.cpu() | anchors)
+
+
+def personalise(query: Tensor, local_query: Tensor) -> Tensor:
+    """A personalised query for each chunk (SamKV equation 1).
+
+    query (L, H, D), local_query (L, C, H, D) -> (L, C, H, D): the query plus, for each chunk, the
+    mean of the other chunks' local queries, each weighted with its absolute cosine to the query
+    over the whole (H, D) vector. With one chunk there is no bias.
+    """
+    n_chunks = local_query.shape[1]
+    spread = query[:, None].expand_as(local_query)
+    if n_chunks == 1:
+        return spread
+    cosine = F.cosine_similarity(spread.flatten(2), local_query.flatten(2), dim=-1)
+    weighted = cosine.abs()[..., None, None] * local_query
+    return spread + (weighted.sum(1, keepdim=True) - weighted) / (n_chunks - 1)
 
 
 def block_scores(personal: Tensor, block_means: Tensor, layout: Layout) -> Tensor:
@@ -174,6 +185,30 @@ class SamkvRecompute(Recompute):
             assert inputs.outliers is not None
             wanted |= inputs.outliers.cpu() & ~anchor
         return kept & wanted & ~layout.exact[layout.chunk_of_token]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """Mix of recomputed and cached entry (SamKV equation 4): theta * new + (1 - theta) * old.
+
+    weight: theta; None for the cosine of new and old per token over all heads.
+    """
+
+    weight: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            check_ratio("weight", self.weight)
+
+    def __call__(self, cached: Tensor, computed: Tensor) -> Tensor:
+        """Both (R, G, D); keys at the same position. Returns the dtype of ``computed``."""
+        old, new = cached.float(), computed.float()
+        theta: Tensor | float
+        if self.weight is None:
+            theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
+        else:
+            theta = self.weight
+        return (theta * new + (1 - theta) * old).to(computed.dtype)
 
 
 def _samkv(name: str, update: Update, how: str) -> Method:

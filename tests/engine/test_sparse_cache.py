@@ -54,7 +54,7 @@ def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Spar
         cos=nowhere, sin=torch.zeros_like(nowhere),
     )  # fmt: skip
     at = torch.arange(n)
-    cache = SparseCache(1, Stored(entries), 64, 1)
+    cache = SparseCache(1, Stored(entries), Quest(budget_tokens=64), 64, 1)
     cache.take(
         0,
         LayerEntries(

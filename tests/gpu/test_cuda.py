@@ -24,9 +24,10 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.ape import ApeAttention
+from samkv_integrations.methods.base import RecomputeNone
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeNone
+from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.model import Model
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
 

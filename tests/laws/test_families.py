@@ -157,7 +157,7 @@ def test_an_eviction_with_room_for_everything_changes_nothing(family: str) -> No
     engine = engine_of(family)
     plain = ask(engine, PROMPT, CHUNKS, "reuse")
     expected = plain.follow(FOLLOW)
-    for name in ("quest", "snapkv"):
+    for name in ("quest", "infllm", "retrieval-attention", "snapkv"):
         rule = replace(EVICTIONS[name], budget_ratio=1.0)
         asked = ask(engine, PROMPT, CHUNKS, "reuse", eviction=rule)
         torch.testing.assert_close(asked.first.logits, plain.first.logits, **TOLERANCE)

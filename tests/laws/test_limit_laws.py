@@ -11,26 +11,28 @@ same stored entries know no bits, and hold to 2e-4 with all of them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.eviction import Quest
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.eviction.base import SparseEviction
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
     Method,
+    RecomputeNone,
+    SelectAll,
     Selection,
     Update,
     overwrite,
 )
+from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
-from samkv_integrations.methods.samkv import SamkvSelect
+from samkv_integrations.methods.samkv import Fusion, SamkvSelect
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
 from tests.support.covering import covering
@@ -357,39 +359,55 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
 # --- what the answer goes on with --------------------------------------------------------------
 
 
+SPARSE = {n: rule for n, rule in EVICTIONS.items() if isinstance(rule, SparseEviction)}
+
+
+def with_few(name: str) -> SparseEviction:
+    """The rule with the fewest context tokens for a step, which are fewer than there are."""
+    rule = SPARSE[name]
+    assert rule.min_tokens < sum(map(len, CHUNKS))
+    return replace(rule, budget_ratio=None, budget_tokens=rule.min_tokens)
+
+
 @pytest.mark.parametrize(
-    ("engine", "method", "budget"),
+    ("engine", "method", "budget", "name"),
     covering(
         FAMILIES,
         ["reuse", "recompute", "samkv-guided", "samkv-fusion", "ape"],
-        [{"budget_ratio": 1.0}, {"budget_tokens": 5000}],
+        [(1.0, None), (None, 5000)],
+        list(SPARSE),
         times=2,
     ),
     indirect=["engine"],
 )
-def test_quest_with_room_for_all_is_no_eviction(
-    engine: Engine, method: str, budget: dict[str, Any]
+def test_a_step_with_room_for_all_is_no_eviction(
+    engine: Engine, method: str, budget: tuple[float | None, int | None], name: str
 ) -> None:
     """With 16 bits nothing is rounded but sums in another order."""
+    rule = replace(SPARSE[name], budget_ratio=budget[0], budget_tokens=budget[1])
     dense = ask(engine, PROMPT, CHUNKS, method, eviction="none")
-    sparse = ask(engine, PROMPT, CHUNKS, method, eviction=Quest(**budget))
+    sparse = ask(engine, PROMPT, CHUNKS, method, eviction=rule)
     assert torch.equal(sparse.first.logits, dense.first.logits)
     assert sparse.report.kept_ratio == dense.report.kept_ratio
     torch.testing.assert_close(sparse.follow(FOLLOW), dense.follow(FOLLOW), **TOLERANCE)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_first_token_has_seen_all_that_a_step_may_not(method: str) -> None:
+@pytest.mark.parametrize(("method", "name"), covering(list(METHODS), list(SPARSE), times=2))
+def test_the_first_token_has_seen_all_that_a_step_may_not(method: str, name: str) -> None:
     """A budget of the answer never touches the prompt's own pass."""
     engine = shared_engine("llama", 4)
-    few = ask(engine, PROMPT, CHUNKS, method, eviction=Quest(budget_tokens=64))
+    few = ask(engine, PROMPT, CHUNKS, method, eviction=with_few(name))
     dense = ask(engine, PROMPT, CHUNKS, method, eviction="none")
     assert torch.equal(few.first.logits, dense.first.logits)
     assert few.report.recompute_ratio == dense.report.recompute_ratio
 
 
-def test_quest_with_little_room_is_not_no_eviction(engine: Engine) -> None:
-    """Otherwise the laws of Quest could not fail."""
+@pytest.mark.parametrize(
+    ("engine", "name"), covering(FAMILIES, list(SPARSE), times=2), indirect=["engine"]
+)
+def test_a_step_with_little_room_is_not_no_eviction(engine: Engine, name: str) -> None:
+    """Otherwise the laws of these rules could not fail."""
     dense = ask(engine, PROMPT, CHUNKS, "reuse", eviction="none").follow(FOLLOW)
-    few = ask(engine, PROMPT, CHUNKS, "reuse", eviction=Quest(budget_tokens=64)).follow(FOLLOW)
-    assert float((few - dense).abs().amax(1).min()) > 0.01
+    few = ask(engine, PROMPT, CHUNKS, "reuse", eviction=with_few(name))
+    assert few.report.kept_ratio < 1
+    assert float((few.follow(FOLLOW) - dense).abs().amax(1).min()) > 0.01

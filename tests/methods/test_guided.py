@@ -12,9 +12,9 @@ import torch
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import guided as module
-from samkv_integrations.methods.base import SelectionInputs
-from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.methods.parts import Fusion, SelectAll, matching_segments
+from samkv_integrations.methods.base import SelectAll, SelectionInputs
+from samkv_integrations.methods.guided import GuidedRecompute, matching_segments
+from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.layouts import layout_of
 

@@ -24,13 +24,19 @@ from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.a3 import A3Recompute
 from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.base import Selection, SelectionInputs, overwrite
+from samkv_integrations.methods.base import (
+    RecomputeNone,
+    SelectAll,
+    Selection,
+    SelectionInputs,
+    overwrite,
+)
+from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeAll, RecomputeNone, SelectAll
-from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect
+from samkv_integrations.methods.samkv import Fusion, SamkvRecompute, SamkvSelect
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
 from tests.support.chunks import cache_of, decoded

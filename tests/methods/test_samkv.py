@@ -17,10 +17,22 @@ from samkv_integrations.cache.formats.quantise import rotate
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.base import Method, ProbedLayer, Selection, SelectionInputs
+from samkv_integrations.methods.base import (
+    Method,
+    ProbedLayer,
+    RecomputeNone,
+    Selection,
+    SelectionInputs,
+)
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.parts import Fusion, RecomputeNone, fill_budget, personalise
-from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect, selected_share
+from samkv_integrations.methods.samkv import (
+    Fusion,
+    SamkvRecompute,
+    SamkvSelect,
+    personalise,
+    selected_share,
+)
+from samkv_integrations.methods.scoring import fill_budget
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded

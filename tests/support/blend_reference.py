@@ -17,7 +17,7 @@ from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.methods.base import Positions, ProbedLayer, Update, overwrite
-from samkv_integrations.methods.parts import Fusion
+from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run

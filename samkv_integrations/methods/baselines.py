@@ -1,0 +1,58 @@
+"""The baselines without a paper: full prefill, and caches as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from samkv_integrations.methods.base import Method, Recompute, Selection, SelectionInputs
+from samkv_integrations.prompt.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeAll(Recompute):
+    """Recompute every token: full prefill."""
+
+    uses_caches: ClassVar[bool] = False
+
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return selection.tokens(layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeInexact(Recompute):
+    """Recompute every token whose cached entry may differ from full prefill's."""
+
+    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+
+
+def recompute() -> Method:
+    """Full prefill: the whole prompt is computed, and no cache is used."""
+    return Method(
+        name="recompute",
+        paper="-",
+        summary="full prefill: every chunk computed again from its text",
+        recompute=RecomputeAll(),
+    )
+
+
+def reuse() -> Method:
+    """Every cached token at its position in the prompt; nothing recomputed."""
+    return Method(
+        name="reuse",
+        paper="-",
+        summary="whole caches at their true positions, nothing recomputed",
+    )
+
+
+def reuse_local() -> Method:
+    """Every cached token at the position where it was computed (the papers' Reuse)."""
+    return Method(
+        name="reuse-local",
+        paper="Reuse in arXiv 2508.11661",
+        summary="whole caches at the positions of their prefill, nothing recomputed",
+        positions="local",
+    )
