@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -188,8 +189,8 @@ class Store:
 
     Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
     process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `begin_to_fetch`,
-    `age_s`, `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine`
-    never raise `StoreError`; the other methods do if the store cannot be used.
+    `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine` never raise `StoreError`;
+    the other methods do if the store cannot be used.
 
     This class implements what the index answers. A subclass implements the methods that raise
     NotImplementedError, and those of a remote tier if it has one.
@@ -238,8 +239,13 @@ class Store:
         raise NotImplementedError
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether there is a cache. Nothing is read, so opening it may still miss."""
-        raise NotImplementedError
+        """Whether there is a cache. Nothing is read, so opening it may still miss.
+
+        A file that a killed process left unindexed does not count: it is written again.
+        """
+        with suppress(StoreError):
+            return self.index.has(fingerprint.digest, key)
+        return False
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
         """Whether the cache is in the remote tier only; `open` fetches and verifies it.
@@ -255,8 +261,9 @@ class Store:
         """Begin to read a cache into memory, without waiting. Best effort."""
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        """Seconds since a cache was put or touched; None if there is none."""
-        raise NotImplementedError
+        """Seconds since a cache was put, touched or used; None if the chunk is unknown."""
+        state, used_at = self.index.state(fingerprint.digest, key)
+        return None if state is None else max(0.0, time.time() - used_at)
 
     def touch(self, key: str, fingerprint: Fingerprint) -> None:
         """Make a cache as young as one that is put now. Best effort: a folder may be read-only."""
@@ -316,12 +323,6 @@ class Store:
         is_wanted: is given the body of each chunk.
         token_ids: of chunks to delete whatever their text is: that of a damaged one is unknown.
         """
-        return self.delete(*self._wanted(is_wanted, token_ids))
-
-    def _wanted(
-        self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]]
-    ) -> list[str]:
-        """Keys of the chunks to `forget`."""
         texts = self.index.texts(self._namespace)
         named = {
             chunk_key(self.secret, self._namespace, digest, ids)
@@ -329,9 +330,11 @@ class Store:
             for ids in token_ids
         }
         # A beginning has no text; any deletion deletes it.
-        return sorted(
-            {key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))}
-        )
+        keys = {
+            key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))
+        }
+        self.delete(*sorted(keys))
+        return len(keys)
 
     # -- exact beginnings -----------------------------------------------------------------------
 
@@ -379,8 +382,8 @@ class Store:
         return IndexedChunks(self.index, self._namespace, fingerprint.digest)
 
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints that have chunks, by digest, without those of exact beginnings."""
-        found = self.index.fingerprints(self._namespace)
+        """The fingerprints of known chunks, by digest, without those of exact beginnings."""
+        found = self.index.fingerprints(self._namespace, are_present=False)
         return [made_by for made_by in found if not made_by.is_of_beginning]
 
     def require(self, fingerprint: Fingerprint) -> None:
@@ -426,11 +429,10 @@ class Store:
 
         The first caller decides, so processes that fill an empty store together agree.
         """
-        return self.index.agree(self._block_size_of(fingerprint), size)
-
-    def _block_size_of(self, fingerprint: Fingerprint) -> str:
-        """The name of the setting: its value must not depend on the block size."""
-        return f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
+        # the name must not depend on the block size
+        name = f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
+        self.index.set(name, size, replace=False)
+        return int(self.index.setting(name))
 
     def note(self, name: str) -> str | None:
         """What `put_note` kept under ``name``; None if there is nothing that can be read."""

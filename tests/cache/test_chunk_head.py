@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,8 @@ def test_a_head_is_all_but_the_tensors(path: Path, text: str, namespace: str) ->
     path.write_bytes(data)
     with ChunkFile(path, secret=SECRET) as file:
         assert Entry.of_file(file) == Entry(
-            digest=FINGERPRINT.digest, key=chunk.key, namespace=namespace, text=text,
-            token_ids=chunk.token_ids.tolist(), n_bytes=len(data), fields=asdict(FINGERPRINT),
+            fingerprint=FINGERPRINT, key=chunk.key, namespace=namespace, text=text,
+            token_ids=chunk.token_ids.tolist(), n_bytes=len(data),
             used_at=path.stat().st_mtime,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -20,20 +20,19 @@ from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import tiny_fingerprint
 from tests.support.stores import Files
 
-DIGEST, SECRET = "d" * 32, b"s" * 32
 TINY = tiny_fingerprint()
+DIGEST, SECRET = TINY.digest, b"s" * 32
 LONG = "The quick brown fox jumps over"
 
 
 def entry(number: int, text: str = "", **changes: object) -> Entry:
     made = Entry(
-        digest=DIGEST,
+        fingerprint=TINY,
         key=f"{number:032x}",
         namespace="",
         text=text or f"{LONG} {number} dogs.",
         token_ids=range(number, number + 40),
         n_bytes=100,
-        fields=asdict(TINY),
         used_at=float(number),
     )
     return replace(made, **changes)
@@ -63,7 +62,7 @@ def index(tmp_path: Path) -> Index:
 
 
 def used(index: Index) -> int:
-    return int(index.rows("SELECT coalesce(sum(bytes), 0) FROM spaces")[0][0])
+    return int(index.rows("SELECT coalesce(sum(bytes), 0) FROM chunks")[0][0])
 
 
 def keys_of(*entries: Entry) -> list[str]:

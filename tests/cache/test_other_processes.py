@@ -13,20 +13,21 @@ import pytest
 
 from samkv_integrations.cache.index.index import Entry, Index
 from samkv_integrations.errors import CacheMiss, StoreError
+from tests.support.chunks import tiny_fingerprint
 from tests.support.stores import Files
 
-DIGEST, SECRET = "d" * 32, b"s" * 32
+TINY = tiny_fingerprint()
+DIGEST, SECRET = TINY.digest, b"s" * 32
 
 
 def entry(number: int) -> Entry:
     return Entry(
-        digest=DIGEST,
+        fingerprint=TINY,
         key=f"{number:032x}",
         namespace="",
         text=f"The quick brown fox jumps over {number} dogs.",
         token_ids=range(number, number + 40),
         n_bytes=100,
-        fields={"model": "tiny"},
         used_at=float(number),
     )
 

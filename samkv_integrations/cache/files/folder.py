@@ -168,11 +168,12 @@ class ChunkFolder:
 
     def put(
         self, key: str, digest: str, pieces: Iterable[bytes | memoryview],
-        entry_of: Callable[[Path], Entry],
+        entry_of: Callable[[Path], Entry], unless_deleted_since: int | None = None,
     ) -> None:  # fmt: skip
         """Write a chunk's file, and index it.
 
         entry_of: makes the index entry from the complete file, before it is moved to its place.
+        unless_deleted_since: see `Index.keep`.
 
         Raises StoreError if it cannot be written, or there is no room.
         """
@@ -184,7 +185,7 @@ class ChunkFolder:
                     remove(file)
                 os.replace(temporary, file)
 
-            self.index.keep(entry_of(temporary), move)
+            self.index.keep(entry_of(temporary), move, unless_deleted_since)
 
         try:
             self.require_own()
