@@ -85,8 +85,8 @@ class ChunkStore(Store):
     # -- single caches --------------------------------------------------------------------------
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
-        entry = Entry.of(chunk, self._namespace)
-        data = encode(chunk, self._namespace, self.secret)
+        entry = Entry.of(chunk, self.namespace)
+        data = encode(chunk, self.namespace, self.secret)
         self.files.put(entry.key, entry.digest, data, lambda file: entry, unless_deleted_since)
         # Beginnings stay here: other machines could not tell which ones a deletion concerns.
         if self.shared is not None and not chunk.fingerprint.is_of_beginning:
@@ -100,7 +100,7 @@ class ChunkStore(Store):
             if self.files.is_gone(digest, key):
                 self.shared.fetch(key, digest)
         opened = ChunkFile(
-            self.file(key, digest), key, fingerprint, namespace=self._namespace, secret=self.secret
+            self.file(key, digest), key, fingerprint, namespace=self.namespace, secret=self.secret
         )
         if token_ids is not None and opened.token_ids.tolist() != list(token_ids):
             opened.close()
@@ -135,7 +135,7 @@ class ChunkStore(Store):
         self.files.require_own()
         if self.shared is not None:
             self.shared.check_answers("nothing is deleted while the remote tier does not answer")
-        elif there := {key for _, key in self.index.shared(self._namespace)}.intersection(keys):
+        elif there := {key for _, key in self.index.shared(self.namespace)}.intersection(keys):
             raise StoreError(
                 f"{len(there)} of these chunk caches are in a remote tier too, where other "
                 "machines would still find them; next step: open the store with remote=, or give "
@@ -145,11 +145,11 @@ class ChunkStore(Store):
     def delete(self, *keys: str) -> int:
         check_keys(keys)
         self.check_delete(*keys)
-        gone = self.files.delete(self._namespace, keys)
+        gone = self.files.delete(self.namespace, keys)
         if self.shared is not None:
             gone |= self.shared.delete(keys)
             # what a question has fetched, or put, before it was deleted there
-            while again := self.files.delete(self._namespace, keys):
+            while again := self.files.delete(self.namespace, keys):
                 gone |= again | self.shared.delete(keys)
         return len(gone)
 
@@ -186,7 +186,7 @@ class ChunkStore(Store):
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds. everyone: of all namespaces, not only of this one."""
-        return self._stats(None if everyone else self._namespace)
+        return self._stats(None if everyone else self.namespace)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         if self.shared is not None:
@@ -205,7 +205,7 @@ class ChunkStore(Store):
 
     def elsewhere(self) -> str | None:
         totals = self.index.totals(None)
-        if self._namespace or any(not namespace for namespace, *_ in totals):
+        if self.namespace or any(not namespace for namespace, *_ in totals):
             return None  # a named namespace that is empty is a new one
         names = sorted({repr(namespace) for namespace, *_ in totals})
         if not names:

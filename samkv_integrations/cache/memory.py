@@ -63,6 +63,13 @@ class MemoryChunk(StoredChunk):
     def chunk(self) -> ChunkCache:
         return self._chunk
 
+    def verify(self) -> None:
+        """Does nothing, as do the others: there is no file."""
+
+    def let_go(self) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class _InMemory(dict[Place, ChunkCache]):
     """The caches of a `MemoryStore`, by fingerprint and key."""
@@ -92,7 +99,7 @@ class MemoryStore(Store):
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         place = (chunk.fingerprint.digest, chunk.key)
-        entry = Entry.of(chunk, self._namespace)
+        entry = Entry.of(chunk, self.namespace)
         self.index.keep(entry, lambda: self._chunks.update({place: chunk}), unless_deleted_since)
 
     def open(

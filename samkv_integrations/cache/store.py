@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -158,16 +157,14 @@ _STORE_FAILS = (
 
 
 class Outage:
-    """Logs the failures of a store or remote tier, which fail no answer. For many threads.
+    """Logs the failures of a store or remote tier, which fail no answer.
 
     Args:
         says: the message, with ``%s`` for the error.
     """
 
     def __init__(self, says: str = _STORE_FAILS) -> None:
-        self._says = says
-        self._lock = threading.Lock()
-        self._has_warned = False
+        self._says, self._has_warned = says, False
 
     @contextmanager
     def survived(self) -> Iterator[None]:
@@ -179,8 +176,7 @@ class Outage:
 
     def tell(self, error: SamkvError) -> None:
         """Log a failure: a warning the first time, at DEBUG from then on."""
-        with self._lock:
-            is_first, self._has_warned = not self._has_warned, True
+        is_first, self._has_warned = not self._has_warned, True
         _log.log(logging.WARNING if is_first else logging.DEBUG, self._says, error)
 
 
@@ -196,21 +192,19 @@ class Store:
     NotImplementedError, and those of a remote tier if it has one.
     """
 
+    namespace: str = ""
+    """Part of every key: in another namespace the same text has another key and cache."""
+
     keeps_beginnings: ClassVar[bool] = False
     """Whether engines make exact beginnings for this kind of store, see `behind`."""
 
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
-        self._namespace = check_namespace(namespace)
+        self.namespace = check_namespace(namespace)
         self.secret, self.index, self._where = secret, index, where
-
-    @property
-    def namespace(self) -> str:
-        """Part of every key: in another namespace the same text has another key and cache."""
-        return self._namespace
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         """The key of the chunk with these tokens, in this store and namespace."""
-        return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
+        return chunk_key(self.secret, self.namespace, fingerprint.digest, token_ids)
 
     # -- single caches --------------------------------------------------------------------------
 
@@ -285,7 +279,7 @@ class Store:
         """
         place = None if beginning is None else (beginning.fingerprint.digest, beginning.key)
         with suppress(StoreError):
-            self.index.record(self._namespace, fingerprint.digest, used, missed, beginning=place)
+            self.index.record(self.namespace, fingerprint.digest, used, missed, beginning=place)
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
         """Delete a damaged cache; its text stays known, and the next `put` replaces it.
@@ -310,7 +304,7 @@ class Store:
         Raises InvalidOption for what is no key.
         """
         check_keys(keys)
-        return len(self.index.delete(self._namespace, keys))
+        return len(self.index.delete(self.namespace, keys))
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
@@ -323,9 +317,9 @@ class Store:
         is_wanted: is given the body of each chunk.
         token_ids: of chunks to delete whatever their text is: that of a damaged one is unknown.
         """
-        texts = self.index.texts(self._namespace)
+        texts = self.index.texts(self.namespace)
         named = {
-            chunk_key(self.secret, self._namespace, digest, ids)
+            chunk_key(self.secret, self.namespace, digest, ids)
             for digest in {digest for digest, *_ in texts}
             for ids in token_ids
         }
@@ -346,11 +340,11 @@ class Store:
 
         head: token ids before the first chunk.
         """
-        return fingerprint.behind(head, self.secret, self._namespace)
+        return fingerprint.behind(head, self.secret, self.namespace)
 
     def delete_beginnings(self) -> int:
         """Delete all exact beginnings, see `behind`; how many there were."""
-        return self.index.delete_beginnings(self._namespace)
+        return self.index.delete_beginnings(self.namespace)
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -359,19 +353,19 @@ class Store:
 
         Exact beginnings are left out.
         """
-        return self.index.keys(self._namespace, fingerprint, are_present=True)
+        return self.index.keys(self.namespace, fingerprint, are_present=True)
 
     def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks whose text is known, with or without a cache."""
-        return self.index.keys(self._namespace, fingerprint)
+        return self.index.keys(self.namespace, fingerprint)
 
     def same_texts(self, *keys: str) -> set[str]:
         """These keys, and those of chunks of any fingerprint with the same body as one of them."""
-        return self.index.same_texts(self._namespace, keys)
+        return self.index.same_texts(self.namespace, keys)
 
     def text(self, key: str) -> str | None:
         """The text of a chunk of any fingerprint; None if it is unknown."""
-        return next((text for *_, text in self.index.texts(self._namespace, key)), None)
+        return next((text for *_, text in self.index.texts(self.namespace, key)), None)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         """Finds the chunks of a fingerprint in prompts, by token ids.
@@ -379,11 +373,11 @@ class Store:
         Chunks without a cache are found too, and count as misses. Methods of the result raise
         `StoreError` if the store cannot be used.
         """
-        return IndexedChunks(self.index, self._namespace, fingerprint.digest)
+        return IndexedChunks(self.index, self.namespace, fingerprint.digest)
 
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints of known chunks, by digest, without those of exact beginnings."""
-        found = self.index.fingerprints(self._namespace, are_present=False)
+        found = self.index.fingerprints(self.namespace, are_present=False)
         return [made_by for made_by in found if not made_by.is_of_beginning]
 
     def require(self, fingerprint: Fingerprint) -> None:
@@ -398,7 +392,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """What the store holds of this namespace."""
-        return self._stats(self._namespace)
+        return self._stats(self.namespace)
 
     def _stats(self, space: str | None) -> StoreStats:
         """What the store holds of a namespace; None for all."""
@@ -430,7 +424,7 @@ class Store:
         The first caller decides, so processes that fill an empty store together agree.
         """
         # the name must not depend on the block size
-        name = f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
+        name = f"block-size {replace(fingerprint, block_size=1).digest} {self.namespace}"
         self.index.set(name, size, replace=False)
         return int(self.index.setting(name))
 
@@ -453,40 +447,27 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
     mine = asdict(wanted)
 
     def differing(other: Fingerprint) -> dict[str, Any]:
-        return {name: value for name, value in asdict(other).items() if value != mine[name]}
+        fields = asdict(other).items()
+        return {name: value for name, value in fields if name != "model" and value != mine[name]}
 
     closest = min(held, key=lambda other: len(differing(other)))
     there = differing(closest)
-    if "weights" in there and "model" in there:  # another model: other differences follow from it
-        there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
-    else:
-        there.pop("model", None)  # only a label
-    other_prefix, is_learned = "another prefix there", ";learned:" in there.get("prefix", "")
-    if is_learned:
-        other_prefix = "a learned prefix there, a feature that was removed"
+    if "weights" in there:  # another model: other differences follow from it
+        there = {name: there[name] for name in ("weights", "dtype") if name in there}
     fields = ", ".join(
-        f"chunks stand after {other_prefix}"
+        "chunks stand after another prefix there"
         if name == "prefix"
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
-    given = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
-    options = " and ".join(given)
-    if "model" in there:
-        with_options = f" with {options}" if options else ""
-        next_step = f"load {closest.model!r} (--model of a command){with_options}, or ingest again"
-    elif options:
-        next_step = f"give {options}, or ingest again"
-    elif is_learned:
-        next_step = "ingest again"
+    options = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
+    if "weights" in there and closest.model != wanted.model:
+        options.insert(0, f"the model {closest.model!r} (--model of a command)")
     elif "prefix" in there:
-        next_step = (
-            "ingest again, or give the prefix= and prefix_text= of the engine that filled it"
-        )
-    else:
-        next_step = (
-            "ingest again with the loaded model, or load the one that the store was filled with"
-        )
+        options.append("the prefix= and prefix_text= of the engine that filled it")
+    next_step = "ingest again"
+    if options:
+        next_step += f", or give {' and '.join(options)}"
     return FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
         f"{closest.model!r}: {fields}; next step: {next_step}"

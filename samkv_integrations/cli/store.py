@@ -227,25 +227,15 @@ def budget(
     _show("budget", rows, found, as_json=as_json)
 
 
-@app.command(cls=args.Command)
-def warm(
-    folder: args.Folder = Path(".samkv"), collections: args.Collections = None,
-    chroma: args.ChromaServer = None, max_bytes: args.WarmBytes = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
-    """Read caches into the page cache, most recently used first, for the first questions.
-
-    'samkv store pull' fetches caches of other machines.
-    """
-    from samkv_integrations.cache.upkeep import warm as warm_caches
-
-    limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
-    store, keys = store_in(folder, namespace), _keys(folder, chroma, collections)
-    with progress_bar("warming") as show:
-        done = warm_caches(store, keys, max_bytes=limit, progress=show)
-    left = f", {done.n_left} left" if done.n_left else ""
-    said = f"{count(done.n_chunks, 'cache')}, {size(done.bytes_read)} read{left}"
-    _show("warm", [asdict(done)], said, as_json=as_json)
+@app.command(
+    hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def warm() -> None:
+    """Was removed."""
+    raise InvalidOption(
+        "'samkv store warm' was removed; 'cat .samkv/kv/*/*/*.safetensors > /dev/null' reads all "
+        "caches into the page cache"
+    )
 
 
 @app.command(cls=args.Command)

@@ -17,8 +17,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from samkv_integrations.cache.remote import objects as objects_module
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.remote import objects as objects_module
 from samkv_integrations.cache.remote.objects import AT_ONCE, ObjectInfo, Objects
 from samkv_integrations.cache.remote.tier import SharedTier
 from samkv_integrations.cache.store import Store

@@ -235,8 +235,8 @@ def test_a_model_with_a_chat_template_is_asked_through_it(town: Path, tiny: str)
 def test_a_store_of_another_model_names_the_option(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
     line = error_of("ask", "Who?", "--model", "builtin")
-    assert f"next step: load {tiny!r} (--model of a command)" in line
-    assert "with dtype='float32', or ingest again" in line
+    assert f"ingest again, or give the model {tiny!r} (--model of a command)" in line
+    assert "and dtype='float32'" in line
 
 
 def test_a_collection_is_asked_as_it_was_ingested(

@@ -569,7 +569,11 @@ class StoreContract:
         with pytest.raises(FingerprintMismatch) as caught:
             store.require(TINY)
         message = str(caught.value)
-        for part in ("'tiny'", "weights is 'w0' here and 'w2' there", "next step: load 'near'"):
+        for part in (
+            "'tiny'",
+            "weights is 'w0' here and 'w2' there",
+            "ingest again, or give the model 'near'",
+        ):
             assert part in message
         assert "rope" not in message and "far" not in message
         store.put(chunk_for(store, 1))

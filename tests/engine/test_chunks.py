@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -66,18 +65,6 @@ def test_a_store_that_is_gone_leaves_misses(tmp_path: Path) -> None:
     engine.announce([TEXT], "compute")
     with pytest.raises(ChunkNotCached):
         engine.announce([TEXT], "error")
-
-
-def test_a_prompt_makes_no_cache_younger(tmp_path: Path) -> None:
-    engine = Engine(tiny_model(), ChunkStore(tmp_path))
-    engine.cache_chunks([TEXT])
-    (file,) = tmp_path.rglob("*.safetensors")
-    os.utime(file, (1000, 1000))
-    engine.announce([TEXT, "another one"], "compute")
-    assert file.stat().st_mtime == 1000
-    assert engine.is_cached("another one")
-    engine.cache_chunks([TEXT])
-    assert file.stat().st_mtime > 1000
 
 
 def test_a_full_disk_leaves_a_miss_to_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,13 +110,8 @@ def remove(path: Path) -> int:
     try:
         found = path.lstat()
         if stat.S_ISDIR(found.st_mode):
-            for is_last in (False, False, True):
-                try:
-                    shutil.rmtree(path)
-                    return 0
-                except OSError as error:  # another thread has written into it meanwhile
-                    if is_last or error.errno != errno.ENOTEMPTY:
-                        raise
+            shutil.rmtree(path)
+            return 0
         path.unlink()
     except FileNotFoundError:
         return 0

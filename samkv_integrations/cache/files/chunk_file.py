@@ -12,7 +12,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from hmac import compare_digest
@@ -343,28 +343,24 @@ class ChunkFile:
             raise CacheMiss("format", f"{self._path}: version {version[:20]}, not {FORMAT_VERSION}")
         self._check([self._header], [0], "header")
         try:
-            digest, self.key = str(said["fingerprint"]), str(said["key"])
-            n_tokens, n_text = int(said["n_tokens"]), int(said["n_text"])
-            fields = json.loads(said["fingerprint_fields"])
-            if fingerprint is not None and digest != fingerprint.digest:
-                raise CacheMiss("fingerprint", f"{self._path}: {digest}")
-            if key not in (None, self.key):
-                raise CacheMiss("tokens", f"{self._path}: holds chunk {self.key}")
-            layout = FileLayout(
-                # The model's label may differ between equal fingerprints.
-                fingerprint=replace(fingerprint, model=fields["model"])
-                if fingerprint
-                else Fingerprint(**fields),
-                n_tokens=n_tokens, n_text=n_text,
-                namespace=said["namespace"] if namespace is None else namespace,
-            )  # fmt: skip
+            self.key, n_tokens, n_text = said["key"], int(said["n_tokens"]), int(said["n_text"])
             if not (1 <= n_tokens <= size and 0 <= n_text <= size):
                 raise self._corrupt("sizes of token ids and text")
+            layout = FileLayout(
+                fingerprint=Fingerprint(**json.loads(said["fingerprint_fields"])),
+                n_tokens=n_tokens, n_text=n_text, namespace=said["namespace"],
+            )  # fmt: skip
             header = layout.header(self.key)
         except BAD_JSON as error:
             raise self._corrupt("metadata") from error
         if size != len(header) + layout.size or self._header != header:
             raise self._corrupt("table or file size")
+        if fingerprint is not None and (found := layout.fingerprint.digest) != fingerprint.digest:
+            raise CacheMiss("fingerprint", f"{self._path}: {found}")
+        if key not in (None, self.key):
+            raise CacheMiss("tokens", f"{self._path}: holds chunk {self.key}")
+        if namespace not in (None, layout.namespace):
+            raise self._corrupt("namespace")
         return layout
 
     def _read(self, start: int, *views: memoryview) -> None:

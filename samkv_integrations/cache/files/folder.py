@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from glob import iglob
 from pathlib import Path
 
@@ -180,11 +181,7 @@ class ChunkFolder:
         file = self.file(key, digest)
 
         def place(temporary: Path) -> None:
-            def move() -> None:
-                if file.is_dir() and not file.is_symlink():
-                    remove(file)
-                os.replace(temporary, file)
-
+            move = partial(os.replace, temporary, file)
             self.index.keep(entry_of(temporary), move, unless_deleted_since)
 
         try:

@@ -375,16 +375,17 @@ class Index(Database):
     ) -> None:  # fmt: skip
         """Count the caches that a request used and missed. beginning: one that it used, too."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, digest, used)
+            _use(connection, [(digest, key) for key in used])
             if beginning is not None:
-                _use(connection, beginning[0], [beginning[1]])
+                _use(connection, [beginning])
             _count(connection, namespace, digest, hits=len(used), misses=len(missed))
-            self._lose(connection, [(digest, key) for key in missed])
+            if missed:
+                self._lose(connection, [(digest, key) for key in missed])
 
-    def touch(self, digest: str, key: str) -> bool:
-        """Make a cache the one that was used last; whether it is indexed."""
+    def touch(self, digest: str, key: str) -> None:
+        """Make a cache the one that was used last."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            return _use(connection, digest, [key]) > 0
+            _use(connection, [(digest, key)])
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -577,11 +578,11 @@ def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
     return [digest for digest, fields in rows if f'"prefix": "{BEHIND}' in fields]
 
 
-def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> int:
-    """Note that caches are used now; how many of them are indexed."""
-    sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ? AND state = ?"
+def _use(connection: sqlite3.Connection, places: Sequence[Place]) -> None:
+    """Note that caches are used now."""
+    sql = "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND state = ?"
     now = time.time()
-    return sum(connection.execute(sql, [now, key, digest, PRESENT]).rowcount for key in keys)
+    connection.executemany(sql, [(now, digest, key, PRESENT) for digest, key in places])
 
 
 def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
