@@ -7,15 +7,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.cache.files.atomic import (
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode, open_regular
+from samkv_integrations.cache.files.folder import (
+    ChunkFolder,
     cannot,
     folder_named,
+    open_folder,
     read_small,
+    reconcile,
     write_file,
     write_new,
-)
-from samkv_integrations.cache.files.chunk_file import ChunkFile, encode, open_regular
-from samkv_integrations.cache.files.folder import ChunkFolder, open_folder, reconcile
+)  # fmt: skip
 from samkv_integrations.cache.index.index import Entry
 from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
 from samkv_integrations.cache.store import Store, StoredChunk, StoreStats

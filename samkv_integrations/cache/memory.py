@@ -45,8 +45,9 @@ class MemoryChunk(StoredChunk):
         return self._chunk.key_range
 
     def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
-        assert first >= 0 and all(layer.is_contiguous() for layer in out)
         entries = self._chunk.entries[first : first + len(out)]
+        assert first >= 0 and len(out) == len(entries)
+        assert all(layer.is_contiguous() for layer in out)
         for layer, found in zip(out, entries, strict=True):
             assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
             layer.copy_(found)
@@ -84,8 +85,7 @@ class _InMemory(dict[Place, ChunkCache]):
         self.pop((digest, key), None)
 
     def remove_all(self, digest: str) -> None:
-        for place in [place for place in self if place[0] == digest]:
-            self.pop(place, None)
+        """Never called: this store keeps no exact beginnings."""
 
 
 class MemoryStore(Store):

@@ -184,7 +184,7 @@ def _move(
         try:
             return copy(place)
         except (SamkvError, OSError) as error:
-            shared.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            shared.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
             return None
 
     sizes: list[int | None] = []

@@ -24,9 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION
-from samkv_integrations.cache.files.atomic import folder_named
 from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.files.folder import ChunkFolder, check_of
+from samkv_integrations.cache.files.folder import ChunkFolder, check_of, folder_named
 from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.remote.objects import ObjectInfo, Objects
 from samkv_integrations.cache.store import Outage
@@ -103,19 +102,15 @@ class SharedTier:
         )
         self._is_checked = False
         self._lock = threading.Lock()
-        self._coming: dict[Place, Future[None]] = {}
+        self._coming: dict[Place, Future[int]] = {}
         self._refreshes_at = self._models_at = 0.0
-        self._outage = Outage(_FAILS)
+        self.outage = Outage(_FAILS)
         try:
             self._read_marker()
         except CacheMiss as miss:
-            self.tell(miss)
+            self.outage.tell(miss)
         else:
             self.refresh_soon()
-
-    def tell(self, error: SamkvError) -> None:
-        """Log a failure: a warning the first time, at DEBUG from then on."""
-        self._outage.tell(error)
 
     # -- the marker -----------------------------------------------------------------------------
 
@@ -216,13 +211,13 @@ class SharedTier:
             return True
         return False
 
-    def begin(self, key: str, digest: str) -> Future[None]:
+    def begin(self, key: str, digest: str) -> Future[int]:
         """Begin to fetch a chunk, unless that has begun already."""
         place = (digest, key)
         with self._lock:
             found = self._coming.get(place)
             if found is None:
-                found = self._coming[place] = self.objects.pool.submit(self._fetch, place)
+                found = self._coming[place] = self.objects.pool.submit(self.bring, place)
                 found.add_done_callback(lambda _: self._coming.pop(place, None))
             return found
 
@@ -244,21 +239,19 @@ class SharedTier:
         except (StoreError, OSError) as error:
             raise CacheMiss("io", str(error)) from error
 
-    def _fetch(self, place: Place) -> None:
-        if self._files.is_gone(*place):  # else another request has just fetched it
-            self.bring(place)
-
     def bring(self, place: Place) -> int:
-        """Fetch a chunk into the folder, all of it verified; its bytes.
+        """Fetch a chunk into the folder, all of it verified; its bytes, 0 if it is there.
 
         Raises CacheMiss or StoreError. A damaged object stays until a machine computes the chunk,
         and puts it again.
         """
         digest, key = place
+        if not self._files.is_gone(digest, key):  # another request has just fetched it
+            return 0
         since = self._index.deletions(self._namespace)  # a deletion meanwhile wins
 
         def verified(file: Path) -> Entry:
-            with self._opened(file, place) as chunk:
+            with self._opened(file, place[1]) as chunk:
                 chunk.verify()
                 return Entry.of_file(chunk)
 
@@ -275,13 +268,8 @@ class SharedTier:
         except FileNotFoundError as error:
             raise CacheMiss("absent", f"{self.url}: {place[1]}") from error
 
-    def _opened(self, file: Path, place: Place) -> ChunkFile:
-        digest, key = place
-        chunk = ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
-        if (found := chunk.layout.fingerprint.digest) != digest:
-            chunk.close()
-            raise CacheMiss("fingerprint", f"{self.url}: {found}")
-        return chunk
+    def _opened(self, file: Path, key: str) -> ChunkFile:
+        return ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
 
     def share(self, place: Place) -> None:
         """Send a chunk that was just put into the folder. If that fails, `push` does it later."""
@@ -289,7 +277,7 @@ class SharedTier:
             self._read_marker()
             self.send(place)
         except (CacheMiss, StoreError, OSError) as error:
-            self.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            self.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
 
     def send(self, place: Place) -> int:
         """Copy a chunk of the folder to the remote tier; its bytes, 0 if it has gone.
@@ -357,7 +345,7 @@ class SharedTier:
                 if not self.objects.is_gone:
                     self.refresh()
             except SamkvError as error:
-                self.tell(error)
+                self.outage.tell(error)
 
         with self._lock:
             if time.monotonic() < self._refreshes_at:
@@ -405,7 +393,7 @@ class SharedTier:
                 self._learn(list(listed)[:1], listed)
             self._models_at = time.monotonic() + REFRESH_S
         except (CacheMiss, StoreError) as error:
-            self.tell(error)
+            self.outage.tell(error)
 
     def _learn(self, places: Collection[Place], listed: Mapping[Place, ObjectInfo]) -> None:
         """Index chunks of the remote tier, without their entries."""
@@ -419,7 +407,7 @@ class SharedTier:
                 file = Path(folder) / "head"
                 file.write_bytes(self._get(place, n_bytes))
                 os.truncate(file, info.n_bytes)  # the rest is a hole: only the head is read
-                with self._opened(file, place) as chunk:
+                with self._opened(file, place[1]) as chunk:
                     return replace(Entry.of_file(chunk), used_at=info.modified_at)
         return None
 
