@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.cache.files.chunk_file import ChunkFile, encode, open_regular
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode
 from samkv_integrations.cache.files.folder import (
     ChunkFolder,
     cannot,
@@ -123,13 +123,6 @@ class ChunkStore(Store):
             for key in keys:
                 if self.files.is_gone(fingerprint.digest, key):
                     self.shared.begin(key, fingerprint.digest)
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        self.begin_to_fetch([key], fingerprint)
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            with suppress(CacheMiss, OSError):
-                with open_regular(self.file(key, fingerprint.digest)) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
 
     # -- deletion -------------------------------------------------------------------------------
 

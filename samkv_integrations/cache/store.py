@@ -252,7 +252,8 @@ class Store:
         """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Begin to read a cache into memory, without waiting. Best effort."""
+        """Begin to fetch a cache, for a prompt that is about to come. Best effort."""
+        self.begin_to_fetch([key], fingerprint)
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         """Seconds since a cache was put, touched or used; None if the chunk is unknown."""
@@ -377,7 +378,7 @@ class Store:
 
     def fingerprints(self) -> list[Fingerprint]:
         """The fingerprints of known chunks, by digest, without those of exact beginnings."""
-        found = self.index.fingerprints(self.namespace, are_present=False)
+        found = self.index.fingerprints(self.namespace)
         return [made_by for made_by in found if not made_by.is_of_beginning]
 
     def require(self, fingerprint: Fingerprint) -> None:

@@ -265,7 +265,7 @@ class TestOpenCollection:
         (tmp_path / "file").write_text("not a folder")
         with pytest.raises(InvalidOption, match="cannot open .*file"):
             open_collection(tmp_path / "file", "town", create=True)
-        with pytest.raises(InvalidOption, match="cannot be looked into: .*; allow access"):
+        with pytest.raises(InvalidOption, match="no Chroma database; ingest .*, or allow access"):
             open_collection(tmp_path / ("long" * 100), "town", create=False)
 
     @pytest.mark.parametrize("code", [8, 13, 778])

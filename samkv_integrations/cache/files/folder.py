@@ -316,7 +316,7 @@ class ChunkFolder:
 
     def has_strangers(self) -> bool:
         """Whether a killed writer left files of a fingerprint that is not indexed."""
-        known = {made_by.digest for made_by in self.index.fingerprints(are_present=False)}
+        known = {made_by.digest for made_by in self.index.fingerprints()}
         return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
 
     # -- for the index, see `Caches` --------------------------------------------------------------

@@ -237,27 +237,24 @@ class Index(Database):
                 _count(connection, of_chunk, digest, evictions=1)
                 over -= n_bytes
 
-    def lose(self, places: Iterable[Place], *, are_damaged: bool = False) -> None:
+    def lose(
+        self, places: Iterable[Place], *, are_damaged: bool = False, patience_s: float = BUSY_S
+    ) -> None:
         """Note that caches are missing. Their texts stay known.
 
         are_damaged: delete what is there.
         """
-        with self.transaction(writes=True) as connection:
-            self._lose(connection, places, are_damaged=are_damaged)
-
-    def _lose(
-        self, connection: sqlite3.Connection, places: Iterable[Place], *, are_damaged: bool = False
-    ) -> None:
-        for digest, key in places:
-            if are_damaged:
-                self._caches.remove(digest, key)
-            if self._caches.is_gone(digest, key):
-                found = connection.execute(
-                    "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
-                    "AND state = ? RETURNING namespace", [LOST, digest, key, PRESENT],
-                ).fetchall()  # fmt: skip
-                for (namespace,) in found if are_damaged else ():
-                    _count(connection, namespace, digest, corrupt=1)
+        with self.transaction(writes=True, patience_s=patience_s) as connection:
+            for digest, key in places:
+                if are_damaged:
+                    self._caches.remove(digest, key)
+                if self._caches.is_gone(digest, key):
+                    found = connection.execute(
+                        "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
+                        "AND state = ? RETURNING namespace", [LOST, digest, key, PRESENT],
+                    ).fetchall()  # fmt: skip
+                    for (namespace,) in found if are_damaged else ():
+                        _count(connection, namespace, digest, corrupt=1)
 
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks of every fingerprint, with caches and texts; the keys that were there.
@@ -379,8 +376,8 @@ class Index(Database):
             if beginning is not None:
                 _use(connection, [beginning])
             _count(connection, namespace, digest, hits=len(used), misses=len(missed))
-            if missed:
-                self._lose(connection, [(digest, key) for key in missed])
+        if missed:
+            self.lose([(digest, key) for key in missed], patience_s=BRIEF_S)
 
     def touch(self, digest: str, key: str) -> None:
         """Make a cache the one that was used last."""
@@ -448,17 +445,13 @@ class Index(Database):
                 found |= {of_one for (of_one,) in alike}
             return found
 
-    def fingerprints(
-        self, namespace: str | None = None, *, are_present: bool = True
-    ) -> list[Fingerprint]:
-        """The fingerprints that have chunks, by digest; are_present: that have caches."""
+    def fingerprints(self, namespace: str | None = None) -> list[Fingerprint]:
+        """The fingerprints of known chunks, by digest. namespace: None for all."""
         with self.transaction() as connection:
             rows = connection.execute(
                 "SELECT fields FROM fingerprints WHERE digest IN (SELECT digest FROM chunks "
-                "WHERE state = coalesce(?, state) AND namespace = coalesce(?, namespace)) "
-                "ORDER BY digest",
-                [PRESENT if are_present else None, namespace],
-            )
+                "WHERE namespace = coalesce(?, namespace)) ORDER BY digest", [namespace],
+            )  # fmt: skip
             return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
 
     def totals(self, namespace: str | None) -> list[tuple[str, str, int, int, int, int, int, int]]:

@@ -227,12 +227,11 @@ class SharedTier:
         Raises CacheMiss: "absent", "corrupt", or "io" if it takes longer than a question waits, or
         if the folder has no room for it.
         """
-        is_gone = self.objects.is_gone
+        if self.objects.is_gone:
+            raise self.objects.gone()
         try:
-            self.begin(key, digest).result(0 if is_gone else ASKED_S)
+            self.begin(key, digest).result(ASKED_S)
         except TooLate as error:
-            if is_gone:  # no new failure, so the outage is not made longer
-                raise self.objects.gone() from error
             why = f"takes longer than {ASKED_S:.0f} s"
             self.objects.give_up(why)  # the next chunk does not wait as long again
             raise CacheMiss("io", f"{self.url} {why}") from error
@@ -387,7 +386,7 @@ class SharedTier:
             return
         try:
             self._check()
-            found = self._index.fingerprints(self._namespace, are_present=False)
+            found = self._index.fingerprints(self._namespace)
             for digest in set(self._digests()) - {made_by.digest for made_by in found}:
                 listed = self._list(f"{self._space}/{digest}")
                 self._learn(list(listed)[:1], listed)
