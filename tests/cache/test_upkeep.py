@@ -159,11 +159,13 @@ class TestGc:
         assert store.text(lost.key) is None
 
     def test_texts_of_evicted_caches_stay(self, tmp_path: Path, folder: Path) -> None:
+        """Who evicts may be killed before it has said so: what is missing may have been evicted."""
         store = ChunkStore(folder, namespace="a", max_bytes=2 * size_of_one(tmp_path))
         chunks = [put(store, seed) for seed in range(3)]
+        file_of(store, chunks[1]).unlink()
         assert gc(store).n_forgotten == 0
-        assert store.text(chunks[0].key) == chunks[0].text
-        assert store.is_evicted(chunks[0].key, TINY)
+        for chunk in chunks[:2]:
+            assert store.text(chunk.key) == chunk.text and store.is_evicted(chunk.key, TINY)
 
     def test_chunk_files_that_the_index_does_not_know_are_adopted(self, folder: Path) -> None:
         store, tenant = ChunkStore(folder), ChunkStore(folder, namespace="tenant")

@@ -245,13 +245,20 @@ class Index(Database):
         are_damaged: delete what is there.
         """
         with self.transaction(writes=True, patience_s=patience_s) as connection:
+            # With a budget a missing cache counts as evicted: the process that evicted it may have
+            # been killed before it told the index.
+            has_budget = connection.execute(
+                "SELECT 1 FROM settings WHERE (name = 'max_bytes' OR name GLOB 'quota *') "
+                "AND value NOT NULL"
+            ).fetchone()
+            state = EVICTED if has_budget and not are_damaged else LOST
             for digest, key in places:
                 if are_damaged:
                     self._caches.remove(digest, key)
                 if self._caches.is_gone(digest, key):
                     found = connection.execute(
                         "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
-                        "AND state = ? RETURNING namespace", [LOST, digest, key, PRESENT],
+                        "AND state = ? RETURNING namespace", [state, digest, key, PRESENT],
                     ).fetchall()  # fmt: skip
                     for (namespace,) in found if are_damaged else ():
                         _count(connection, namespace, digest, corrupt=1)
