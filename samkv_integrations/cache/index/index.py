@@ -379,9 +379,9 @@ class Index(Database):
     ) -> None:  # fmt: skip
         """Count the caches that a request used and missed. beginning: one that it used, too."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, [(digest, key) for key in used])
+            _use(connection, digest, used)
             if beginning is not None:
-                _use(connection, [beginning])
+                _use(connection, beginning[0], [beginning[1]])
             _count(connection, namespace, digest, hits=len(used), misses=len(missed))
         if missed:
             self.lose([(digest, key) for key in missed], patience_s=BRIEF_S)
@@ -389,7 +389,7 @@ class Index(Database):
     def touch(self, digest: str, key: str) -> None:
         """Make a cache the one that was used last."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, [(digest, key)])
+            _use(connection, digest, [key])
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -578,11 +578,11 @@ def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
     return [digest for digest, fields in rows if f'"prefix": "{BEHIND}' in fields]
 
 
-def _use(connection: sqlite3.Connection, places: Sequence[Place]) -> None:
+def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> None:
     """Note that caches are used now."""
-    sql = "UPDATE chunks SET used_at = ? WHERE digest = ? AND key = ? AND state = ?"
-    now = time.time()
-    connection.executemany(sql, [(now, digest, key, PRESENT) for digest, key in places])
+    sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
+    for key in keys:
+        connection.execute(sql, [time.time(), key, digest])
 
 
 def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
