@@ -131,8 +131,7 @@ def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
     shared = _shared(store)
     shared.check_answers(begins=True)
     there = shared.listed().keys()
-    ordinary = {made_by.digest for made_by in store.index.fingerprints(store.namespace)
-                if not made_by.is_of_beginning}  # fmt: skip
+    ordinary = {made_by.digest for made_by in store.fingerprints()}
     places = store.index.places(store.namespace, PRESENT)
     here = {(digest, key) for digest, key, _ in places if digest in ordinary}
     return _move(shared, shared.send, sorted(here - there), progress)

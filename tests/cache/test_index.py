@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Index, IndexedChunks
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import tiny_fingerprint
 from tests.support.stores import Files
@@ -144,6 +144,22 @@ class TestDeletion:
         assert index.keys("", None) == [kept.key]
         for file in tmp_path.iterdir():
             assert b"Ottoline" not in file.read_bytes(), file
+
+    def test_each_is_seen_by_who_began_before_it_and_so_is_a_rebuild(
+        self, index: Index, tmp_path: Path
+    ) -> None:
+        """A rebuilt index counted from 0 again, so a cache of a deleted chunk could be kept."""
+        seen = [index.deletions("")]
+        assert index.deletions("") == seen[0]
+        index.delete("", [])
+        seen.append(index.deletions(""))
+        assert index.deletions("other") == seen[0]
+        (file,) = tmp_path.glob("index-*.sqlite")
+        file.unlink()
+        seen.append(index.deletions(""))
+        assert len(set(seen)) == 3
+        with pytest.raises(CacheMiss, match="something was deleted meanwhile"):
+            index.keep(entry(1), lambda: None, unless_deleted_since=seen[0])
 
 
 class TestDamage:
