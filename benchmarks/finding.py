@@ -16,12 +16,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
+from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.model.loading import load_tokenizer
 from samkv_integrations.prompt.layout import find_runs
 
-DIGEST, SECRET = "d" * 32, bytes(32)
+SECRET = bytes(32)
+MADE_BY = Fingerprint(
+    model="", weights="", config="", tokenizer="", dtype="float32", rope="", n_layers=1, n_heads=1,
+    n_kv_heads=1, head_dim=1, prefix="", block_size=1, n_init=0, n_local=0, store_bits=8,
+)  # fmt: skip
 SHARED = (
     "This document is the property of the archive and may be copied with this notice only, in full "
     "or in part, by anybody who names its source. "
@@ -99,8 +104,8 @@ def main() -> None:
         for number in range(args.chunks):
             text = text_of(number)
             yield Entry(
-                digest=DIGEST, key=f"{number:032x}", namespace="", text=text,
-                token_ids=ids_of(text), n_bytes=0, fields={}, used_at=0.0,
+                fingerprint=MADE_BY, key=f"{number:032x}", namespace="", text=text,
+                token_ids=ids_of(text), n_bytes=0, used_at=0.0,
             )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +117,7 @@ def main() -> None:
             f"{args.chunks} chunks: made in {time.perf_counter() - began:.0f} s, "
             f"{size / args.chunks:.0f} bytes a chunk"
         )
-        known: ChunkIndex = IndexedChunks(index, "", DIGEST)
+        known: ChunkIndex = IndexedChunks(index, "", MADE_BY.digest)
         print(f"{'prompt':30s} {'tokens':>8s} {'tokenise s':>11s} {'find s':>8s} in runs")
         for name, prompt in prompts(args.chunks, args.characters):
             began = time.perf_counter()

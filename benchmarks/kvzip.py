@@ -27,7 +27,7 @@ from benchmarks.journal import Journal
 from benchmarks.question_sets import questions_of
 from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation.judge import Paired, is_right
+from samkv_integrations.evaluation import Paired, is_right
 from samkv_integrations.formatting import commit
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler, Sampling

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.cache.files.atomic import (
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode
+from samkv_integrations.cache.files.folder import (
+    ChunkFolder,
     cannot,
     folder_named,
+    open_folder,
     read_small,
+    reconcile,
     write_file,
     write_new,
-)
-from samkv_integrations.cache.files.chunk_file import ChunkFile, encode, open_regular
-from samkv_integrations.cache.files.folder import ChunkFolder, open_folder, reconcile
+)  # fmt: skip
 from samkv_integrations.cache.index.index import Entry
 from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
 from samkv_integrations.cache.store import Store, StoredChunk, StoreStats
@@ -86,81 +87,42 @@ class ChunkStore(Store):
     # -- single caches --------------------------------------------------------------------------
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
-        entry = Entry.of(chunk, self._namespace, unless_deleted_since)
-        if unless_deleted_since is not None:
-            self.index.check(entry)
-        data = encode(chunk, self._namespace, self.secret)
+        entry = Entry.of(chunk, self.namespace)
+        data = encode(chunk, self.namespace, self.secret)
+        self.files.put(entry.key, entry.digest, data, lambda file: entry, unless_deleted_since)
         # Beginnings stay here: other machines could not tell which ones a deletion concerns.
-        if self.shared is None or chunk.fingerprint.is_of_beginning:
-            self.files.put(chunk.key, entry.digest, data, lambda file: entry)
-            return
-        whole = b"".join(data)
-        self.files.require_own()
-        # The remote tier first: if this process is killed in between, a retry sends the chunk
-        # again. In the other order it would find the local file, and not send it.
-        is_shared = self.shared.share(entry, whole)
-        try:
-            self.files.put(chunk.key, entry.digest, [whole], lambda file: entry)
-        except CacheMiss:  # something was deleted meanwhile
-            self.shared.delete([chunk.key])
-            raise
-        if is_shared:
-            self.shared.mark([(entry.digest, entry.key)])
+        if self.shared is not None and not chunk.fingerprint.is_of_beginning:
+            self.shared.share((entry.digest, entry.key))
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        file = self.file(key, fingerprint.digest)
+        digest = fingerprint.digest
         if self.shared is not None and not fingerprint.is_of_beginning:
-            if not os.path.exists(file):
-                self.shared.fetch(key, fingerprint.digest)
-        opened = ChunkFile(file, key, fingerprint, namespace=self._namespace, secret=self.secret)
+            if self.files.is_gone(digest, key):
+                self.shared.fetch(key, digest)
+        opened = ChunkFile(
+            self.file(key, digest), key, fingerprint, namespace=self.namespace, secret=self.secret
+        )
         if token_ids is not None and opened.token_ids.tolist() != list(token_ids):
             opened.close()
             raise CacheMiss("tokens", f"chunk {key} holds {opened.n_tokens} other tokens")
         return opened
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        return self._is_here(key, fingerprint) or self.is_elsewhere(key, fingerprint)
-
-    def _is_here(self, key: str, fingerprint: Fingerprint) -> bool:
-        with suppress(CacheMiss):
-            return os.path.isfile(self.file(key, fingerprint.digest))
-        return False
+        return super().contains(key, fingerprint) or self.is_elsewhere(key, fingerprint)
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        if self.shared is None or fingerprint.is_of_beginning or self._is_here(key, fingerprint):
+        if self.shared is None or fingerprint.is_of_beginning:
             return False
-        return self.shared.has(fingerprint.digest, key)
+        digest = fingerprint.digest
+        return self.files.is_gone(digest, key) and self.shared.has(digest, key)
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         if self.shared is not None:
             for key in keys:
-                if not self._is_here(key, fingerprint):
+                if self.files.is_gone(fingerprint.digest, key):
                     self.shared.begin(key, fingerprint.digest)
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        self.begin_to_fetch([key], fingerprint)
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            with suppress(CacheMiss, OSError):
-                with open_regular(self.file(key, fingerprint.digest)) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # 0: to its end
-
-    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        ages = []
-        with suppress(CacheMiss, OSError):
-            ages.append(self.file(key, fingerprint.digest).stat().st_mtime)
-        if self.shared and (there := self.shared.info(fingerprint.digest, key)):
-            ages.append(there.modified_at)
-        return max(0.0, time.time() - max(ages)) if ages else None
-
-    def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        now, digest = time.time(), fingerprint.digest
-        with suppress(CacheMiss, OSError, StoreError):
-            file = self.file(key, digest)
-            os.utime(file, (now, now))
-            if not self.index.touch(digest, key):  # its writer was killed before it was indexed
-                self.index.keep(self.files.entry(file))
 
     # -- deletion -------------------------------------------------------------------------------
 
@@ -168,7 +130,7 @@ class ChunkStore(Store):
         self.files.require_own()
         if self.shared is not None:
             self.shared.check_answers("nothing is deleted while the remote tier does not answer")
-        elif there := {key for _, key in self.index.shared(self._namespace)}.intersection(keys):
+        elif there := {key for _, key in self.index.shared(self.namespace)}.intersection(keys):
             raise StoreError(
                 f"{len(there)} of these chunk caches are in a remote tier too, where other "
                 "machines would still find them; next step: open the store with remote=, or give "
@@ -178,12 +140,13 @@ class ChunkStore(Store):
     def delete(self, *keys: str) -> int:
         check_keys(keys)
         self.check_delete(*keys)
-        gone: set[str] = set()
+        gone = self.files.delete(self.namespace, keys)
         if self.shared is not None:
-            # The remote tier first: if that fails, no key is reported as deleted.
-            self.index.count_deletion(self._namespace)
-            gone = self.shared.delete(keys)
-        return len(gone | self.files.delete(self._namespace, keys))
+            gone |= self.shared.delete(keys)
+            # what a question has fetched, or put, before it was deleted there
+            while again := self.files.delete(self.namespace, keys):
+                gone |= again | self.shared.delete(keys)
+        return len(gone)
 
     def delete_beginnings(self) -> int:
         self.files.require_own()
@@ -197,10 +160,7 @@ class ChunkStore(Store):
         reconcile(self.files)  # indexes what killed writers left
         if self.shared is not None:
             self.shared.refresh()
-        keys = self._wanted(is_wanted, token_ids)
-        self.delete(*keys)
-        self.delete_beginnings()  # also if the chunk itself was deleted before
-        return len(keys)
+        return super().forget(is_wanted, token_ids)
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -221,7 +181,7 @@ class ChunkStore(Store):
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds. everyone: of all namespaces, not only of this one."""
-        return self._stats(None if everyone else self._namespace)
+        return self._stats(None if everyone else self.namespace)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         if self.shared is not None:
@@ -234,14 +194,13 @@ class ChunkStore(Store):
         return super().known_keys(fingerprint)
 
     def fingerprints(self) -> list[Fingerprint]:
-        found = {made_by.digest: made_by for made_by in super().fingerprints()}
         if self.shared is not None:
-            found |= {made_by.digest: made_by for made_by in self.shared.fingerprints()}
-        return [found[digest] for digest in sorted(found)]
+            self.shared.learn_models()
+        return super().fingerprints()
 
     def elsewhere(self) -> str | None:
         totals = self.index.totals(None)
-        if self._namespace or any(not namespace for namespace, *_ in totals):
+        if self.namespace or any(not namespace for namespace, *_ in totals):
             return None  # a named namespace that is empty is a new one
         names = sorted({repr(namespace) for namespace, *_ in totals})
         if not names:
@@ -249,11 +208,6 @@ class ChunkStore(Store):
         return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
 
     # -- settings and notes ---------------------------------------------------------------------
-
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        if self.shared is not None:
-            size = self.shared.agree(self._block_size_of(fingerprint), size)
-        return super().agree_block_size(fingerprint, size)
 
     def note(self, name: str) -> str | None:
         with suppress(OSError):

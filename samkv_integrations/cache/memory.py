@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,59 +14,39 @@ from samkv_integrations.cache.chunk import (
     ChunkStatistics,
     Fingerprint,
 )
-from samkv_integrations.cache.files.chunk_file import text_bytes
-from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
+from samkv_integrations.cache.index.index import Entry, Index, Place
 from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 
-_Part = TypeVar("_Part", str, Tensor, ChunkStatistics, BlockMeans)
-
 
 class MemoryChunk(StoredChunk):
-    """An opened chunk cache in memory. The bytes of each part count when it is first returned."""
+    """An opened chunk cache in memory. Token ids and entries count as bytes read."""
 
     def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
         self.key, self.fingerprint = chunk.key, fingerprint
         self.n_tokens, self.blocks = chunk.n_tokens, chunk.blocks
         self.token_ids = chunk.token_ids
         self.bytes_read = chunk.token_ids.nbytes
-        self._chunk: ChunkCache | None = chunk
-        self._counted: set[int] = set()
-
-    def _opened(self) -> ChunkCache:
-        assert self._chunk is not None, "closed"
-        return self._chunk
-
-    def _part(self, part: _Part) -> _Part:
-        if id(part) not in self._counted:
-            self._counted.add(id(part))
-            if isinstance(part, str):
-                self.bytes_read += len(text_bytes(part))
-            else:
-                for tensor in [part] if isinstance(part, Tensor) else vars(part).values():
-                    self.bytes_read += tensor.nbytes
-        return part
+        self._chunk = chunk
 
     def text(self) -> str:
-        return self._part(self._opened().text)
+        return self._chunk.text
 
     def statistics(self) -> ChunkStatistics:
-        return self._part(self._opened().statistics)
+        return self._chunk.statistics
 
     def local_query(self) -> Tensor:
-        return self._part(self._opened().local_query)
+        return self._chunk.local_query
 
     def block_means(self) -> BlockMeans:
-        return self._part(self._opened().block_means)
+        return self._chunk.block_means
 
     def key_range(self) -> Tensor:
-        return self._part(self._opened().key_range)
+        return self._chunk.key_range
 
     def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
-        self.key_range()
-        assert first >= 0
-        entries = self._opened().entries[first : first + len(out)]
-        assert len(out) == len(entries)
+        entries = self._chunk.entries[first : first + len(out)]
+        assert first >= 0 and len(out) == len(entries)
         for layer, found in zip(out, entries, strict=True):
             assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
             assert layer.is_contiguous()
@@ -76,25 +54,22 @@ class MemoryChunk(StoredChunk):
         self.bytes_read += entries.nbytes
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
-        entries = self._opened().entries
         assert layer >= 0 and min(blocks, default=0) >= 0
         tokens = [token for block in blocks for token in range(*self.blocks.span(block))]
-        found = entries[layer, tokens]
+        found = self._chunk.entries[layer, tokens]
         assert (out.dtype, out.shape) == (found.dtype, found.shape)
         out.copy_(found)
         self.bytes_read += found.nbytes
 
     def chunk(self) -> ChunkCache:
-        return self._opened()
+        return self._chunk
 
     def verify(self) -> None:
-        self._opened()
+        """Does nothing, as do the others: there is no file."""
 
-    def let_go(self) -> None:
-        """Does nothing: there is no file."""
+    def let_go(self) -> None: ...
 
-    def close(self) -> None:
-        self._chunk = None
+    def close(self) -> None: ...
 
 
 class _InMemory(dict[Place, ChunkCache]):
@@ -110,8 +85,7 @@ class _InMemory(dict[Place, ChunkCache]):
         self.pop((digest, key), None)
 
     def remove_all(self, digest: str) -> None:
-        for place in [place for place in self if place[0] == digest]:
-            self.pop(place, None)
+        """Never called: this store keeps no exact beginnings."""
 
 
 class MemoryStore(Store):
@@ -125,8 +99,8 @@ class MemoryStore(Store):
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         place = (chunk.fingerprint.digest, chunk.key)
-        entry = Entry.of(chunk, self._namespace, unless_deleted_since)
-        self.index.keep(entry, lambda: self._chunks.update({place: chunk}))
+        entry = Entry.of(chunk, self.namespace)
+        self.index.keep(entry, lambda: self._chunks.update({place: chunk}), unless_deleted_since)
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -137,13 +111,6 @@ class MemoryStore(Store):
         if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
             raise CacheMiss("tokens", f"chunk {key} holds {chunk.n_tokens} other tokens")
         return MemoryChunk(chunk, fingerprint)
-
-    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        return (fingerprint.digest, key) in self._chunks
-
-    def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        state, used_at = self.index.state(fingerprint.digest, key)
-        return max(0.0, time.time() - used_at) if state == PRESENT else None
 
     def note(self, name: str) -> str | None:
         found = self.index.setting(f"note {name}")

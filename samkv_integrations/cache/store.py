@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -157,16 +157,14 @@ _STORE_FAILS = (
 
 
 class Outage:
-    """Logs the failures of a store or remote tier, which fail no answer. For many threads.
+    """Logs the failures of a store or remote tier, which fail no answer.
 
     Args:
         says: the message, with ``%s`` for the error.
     """
 
     def __init__(self, says: str = _STORE_FAILS) -> None:
-        self._says = says
-        self._lock = threading.Lock()
-        self._has_warned = False
+        self._says, self._has_warned = says, False
 
     @contextmanager
     def survived(self) -> Iterator[None]:
@@ -178,8 +176,7 @@ class Outage:
 
     def tell(self, error: SamkvError) -> None:
         """Log a failure: a warning the first time, at DEBUG from then on."""
-        with self._lock:
-            is_first, self._has_warned = not self._has_warned, True
+        is_first, self._has_warned = not self._has_warned, True
         _log.log(logging.WARNING if is_first else logging.DEBUG, self._says, error)
 
 
@@ -188,28 +185,26 @@ class Store:
 
     Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
     process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `begin_to_fetch`,
-    `age_s`, `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine`
-    never raise `StoreError`; the other methods do if the store cannot be used.
+    `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine` never raise `StoreError`;
+    the other methods do if the store cannot be used.
 
     This class implements what the index answers. A subclass implements the methods that raise
     NotImplementedError, and those of a remote tier if it has one.
     """
 
+    namespace: str = ""
+    """Part of every key: in another namespace the same text has another key and cache."""
+
     keeps_beginnings: ClassVar[bool] = False
     """Whether engines make exact beginnings for this kind of store, see `behind`."""
 
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
-        self._namespace = check_namespace(namespace)
+        self.namespace = check_namespace(namespace)
         self.secret, self.index, self._where = secret, index, where
-
-    @property
-    def namespace(self) -> str:
-        """Part of every key: in another namespace the same text has another key and cache."""
-        return self._namespace
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         """The key of the chunk with these tokens, in this store and namespace."""
-        return chunk_key(self.secret, self._namespace, fingerprint.digest, token_ids)
+        return chunk_key(self.secret, self.namespace, fingerprint.digest, token_ids)
 
     # -- single caches --------------------------------------------------------------------------
 
@@ -238,8 +233,13 @@ class Store:
         raise NotImplementedError
 
     def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        """Whether there is a cache. Nothing is read, so opening it may still miss."""
-        raise NotImplementedError
+        """Whether there is a cache. Nothing is read, so opening it may still miss.
+
+        A file that a killed process left unindexed does not count: it is written again.
+        """
+        with suppress(StoreError):
+            return self.index.has(fingerprint.digest, key)
+        return False
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
         """Whether the cache is in the remote tier only; `open` fetches and verifies it.
@@ -252,11 +252,13 @@ class Store:
         """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
 
     def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Begin to read a cache into memory, without waiting. Best effort."""
+        """Begin to fetch a cache, for a prompt that is about to come. Best effort."""
+        self.begin_to_fetch([key], fingerprint)
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
-        """Seconds since a cache was put or touched; None if there is none."""
-        raise NotImplementedError
+        """Seconds since a cache was put, touched or used; None if the chunk is unknown."""
+        state, used_at = self.index.state(fingerprint.digest, key)
+        return None if state is None else max(0.0, time.time() - used_at)
 
     def touch(self, key: str, fingerprint: Fingerprint) -> None:
         """Make a cache as young as one that is put now. Best effort: a folder may be read-only."""
@@ -278,7 +280,7 @@ class Store:
         """
         place = None if beginning is None else (beginning.fingerprint.digest, beginning.key)
         with suppress(StoreError):
-            self.index.record(self._namespace, fingerprint.digest, used, missed, beginning=place)
+            self.index.record(self.namespace, fingerprint.digest, used, missed, beginning=place)
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
         """Delete a damaged cache; its text stays known, and the next `put` replaces it.
@@ -303,7 +305,7 @@ class Store:
         Raises InvalidOption for what is no key.
         """
         check_keys(keys)
-        return len(self.index.delete(self._namespace, keys))
+        return len(self.index.delete(self.namespace, keys))
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
@@ -316,22 +318,18 @@ class Store:
         is_wanted: is given the body of each chunk.
         token_ids: of chunks to delete whatever their text is: that of a damaged one is unknown.
         """
-        return self.delete(*self._wanted(is_wanted, token_ids))
-
-    def _wanted(
-        self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]]
-    ) -> list[str]:
-        """Keys of the chunks to `forget`."""
-        texts = self.index.texts(self._namespace)
+        texts = self.index.texts(self.namespace)
         named = {
-            chunk_key(self.secret, self._namespace, digest, ids)
+            chunk_key(self.secret, self.namespace, digest, ids)
             for digest in {digest for digest, *_ in texts}
             for ids in token_ids
         }
         # A beginning has no text; any deletion deletes it.
-        return sorted(
-            {key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))}
-        )
+        keys = {
+            key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))
+        }
+        self.delete(*sorted(keys))
+        return len(keys)
 
     # -- exact beginnings -----------------------------------------------------------------------
 
@@ -343,11 +341,11 @@ class Store:
 
         head: token ids before the first chunk.
         """
-        return fingerprint.behind(head, self.secret, self._namespace)
+        return fingerprint.behind(head, self.secret, self.namespace)
 
     def delete_beginnings(self) -> int:
         """Delete all exact beginnings, see `behind`; how many there were."""
-        return self.index.delete_beginnings(self._namespace)
+        return self.index.delete_beginnings(self.namespace)
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -356,19 +354,19 @@ class Store:
 
         Exact beginnings are left out.
         """
-        return self.index.keys(self._namespace, fingerprint, are_present=True)
+        return self.index.keys(self.namespace, fingerprint, are_present=True)
 
     def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks whose text is known, with or without a cache."""
-        return self.index.keys(self._namespace, fingerprint)
+        return self.index.keys(self.namespace, fingerprint)
 
     def same_texts(self, *keys: str) -> set[str]:
         """These keys, and those of chunks of any fingerprint with the same body as one of them."""
-        return self.index.same_texts(self._namespace, keys)
+        return self.index.same_texts(self.namespace, keys)
 
     def text(self, key: str) -> str | None:
         """The text of a chunk of any fingerprint; None if it is unknown."""
-        return next((text for *_, text in self.index.texts(self._namespace, key)), None)
+        return next((text for *_, text in self.index.texts(self.namespace, key)), None)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         """Finds the chunks of a fingerprint in prompts, by token ids.
@@ -376,11 +374,11 @@ class Store:
         Chunks without a cache are found too, and count as misses. Methods of the result raise
         `StoreError` if the store cannot be used.
         """
-        return IndexedChunks(self.index, self._namespace, fingerprint.digest)
+        return IndexedChunks(self.index, self.namespace, fingerprint.digest)
 
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints that have chunks, by digest, without those of exact beginnings."""
-        found = self.index.fingerprints(self._namespace)
+        """The fingerprints of known chunks, by digest, without those of exact beginnings."""
+        found = self.index.fingerprints(self.namespace)
         return [made_by for made_by in found if not made_by.is_of_beginning]
 
     def require(self, fingerprint: Fingerprint) -> None:
@@ -395,7 +393,7 @@ class Store:
 
     def stats(self) -> StoreStats:
         """What the store holds of this namespace."""
-        return self._stats(self._namespace)
+        return self._stats(self.namespace)
 
     def _stats(self, space: str | None) -> StoreStats:
         """What the store holds of a namespace; None for all."""
@@ -426,11 +424,10 @@ class Store:
 
         The first caller decides, so processes that fill an empty store together agree.
         """
-        return self.index.agree(self._block_size_of(fingerprint), size)
-
-    def _block_size_of(self, fingerprint: Fingerprint) -> str:
-        """The name of the setting: its value must not depend on the block size."""
-        return f"block-size {replace(fingerprint, block_size=1).digest} {self._namespace}"
+        # the name must not depend on the block size
+        name = f"block-size {replace(fingerprint, block_size=1).digest} {self.namespace}"
+        self.index.set(name, size, replace=False)
+        return int(self.index.setting(name))
 
     def note(self, name: str) -> str | None:
         """What `put_note` kept under ``name``; None if there is nothing that can be read."""
@@ -451,40 +448,27 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
     mine = asdict(wanted)
 
     def differing(other: Fingerprint) -> dict[str, Any]:
-        return {name: value for name, value in asdict(other).items() if value != mine[name]}
+        fields = asdict(other).items()
+        return {name: value for name, value in fields if name != "model" and value != mine[name]}
 
     closest = min(held, key=lambda other: len(differing(other)))
     there = differing(closest)
-    if "weights" in there and "model" in there:  # another model: other differences follow from it
-        there = {name: there[name] for name in ("model", "weights", "dtype") if name in there}
-    else:
-        there.pop("model", None)  # only a label
-    other_prefix, is_learned = "another prefix there", ";learned:" in there.get("prefix", "")
-    if is_learned:
-        other_prefix = "a learned prefix there, a feature that was removed"
+    if "weights" in there:  # another model: other differences follow from it
+        there = {name: there[name] for name in ("weights", "dtype") if name in there}
     fields = ", ".join(
-        f"chunks stand after {other_prefix}"
+        "chunks stand after another prefix there"
         if name == "prefix"
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
-    given = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
-    options = " and ".join(given)
-    if "model" in there:
-        with_options = f" with {options}" if options else ""
-        next_step = f"load {closest.model!r} (--model of a command){with_options}, or ingest again"
-    elif options:
-        next_step = f"give {options}, or ingest again"
-    elif is_learned:
-        next_step = "ingest again"
+    options = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
+    if "weights" in there and closest.model != wanted.model:
+        options.insert(0, f"the model {closest.model!r} (--model of a command)")
     elif "prefix" in there:
-        next_step = (
-            "ingest again, or give the prefix= and prefix_text= of the engine that filled it"
-        )
-    else:
-        next_step = (
-            "ingest again with the loaded model, or load the one that the store was filled with"
-        )
+        options.append("the prefix= and prefix_text= of the engine that filled it")
+    next_step = "ingest again"
+    if options:
+        next_step += f", or give {' and '.join(options)}"
     return FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
         f"{closest.model!r}: {fields}; next step: {next_step}"

@@ -1,14 +1,13 @@
-"""Maintenance of a store: collect garbage, verify, warm, and copy to and from the remote tier."""
+"""Maintenance of a store: collect garbage, verify, and copy to and from the remote tier."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files.chunk_file import ChunkFile, open_regular
+from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.cache.files.folder import Recovered, reconcile
 from samkv_integrations.cache.index.index import LOST, PRESENT, Place
 from samkv_integrations.cache.remote.tier import SharedTier
@@ -16,8 +15,6 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, Stor
 
 Progress = Callable[[int, int], None]
 """Called with the number of chunks that are done, and of all."""
-
-_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,6 @@ def gc(store: ChunkStore) -> GcResult:
     for namespace in {space for *_, space in lost}:
         keys = [key for _, key, space in lost if space == namespace]
         store.index.delete(namespace, keys, LOST)
-        store.index.delete_beginnings(namespace)  # each may have seen a text that was deleted
     store.index.vacuum()
     return GcResult(recovered=recovered, n_forgotten=len(lost), bytes_freed=recovered.bytes_freed)
 
@@ -112,50 +108,6 @@ def verify(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmResult:
-    """What `warm` read. n_left: caches that did not fit into ``max_bytes``."""
-
-    n_chunks: int
-    bytes_read: int
-    n_left: int
-
-
-def warm(
-    store: ChunkStore,
-    keys: Collection[str] | None = None,
-    *,
-    max_bytes: int | None = None,
-    progress: Progress | None = None,
-) -> WarmResult:
-    """Read the files of a namespace's caches into the page cache, those used last first.
-
-    Nothing is verified, and no cache counts as used.
-
-    keys: which; None for all. max_bytes: stop before a file that would exceed it.
-
-    Raises StoreError if the store cannot be used.
-    """
-    places = store.index.places(store.namespace, PRESENT)
-    places = [place for place in places if keys is None or place[1] in keys]
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    n_chunks = n_bytes = 0
-    for number, (digest, key, _) in enumerate(places, 1):
-        # deleted or evicted meanwhile, or damaged: the next prompt reports it
-        with suppress(CacheMiss, OSError):
-            with open_regular(store.file(key, digest)) as file:
-                size = os.fstat(file.fileno()).st_size
-                if max_bytes is not None and n_bytes + size > max_bytes:
-                    n_left = len(places) - number + 1
-                    return WarmResult(n_chunks=n_chunks, bytes_read=n_bytes, n_left=n_left)
-                while got := file.readinto(buffer):
-                    n_bytes += got
-                n_chunks += 1
-        if progress is not None:
-            progress(number, len(places))
-    return WarmResult(n_chunks=n_chunks, bytes_read=n_bytes, n_left=0)
-
-
 # -- the remote tier ---------------------------------------------------------------------------
 
 
@@ -179,8 +131,7 @@ def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
     shared = _shared(store)
     shared.check_answers(begins=True)
     there = shared.listed().keys()
-    ordinary = {made_by.digest for made_by in store.index.fingerprints(store.namespace)
-                if not made_by.is_of_beginning}  # fmt: skip
+    ordinary = {made_by.digest for made_by in store.fingerprints()}
     places = store.index.places(store.namespace, PRESENT)
     here = {(digest, key) for digest, key, _ in places if digest in ordinary}
     return _move(shared, shared.send, sorted(here - there), progress)
@@ -232,7 +183,7 @@ def _move(
         try:
             return copy(place)
         except (SamkvError, OSError) as error:
-            shared.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            shared.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
             return None
 
     sizes: list[int | None] = []

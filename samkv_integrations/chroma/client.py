@@ -125,15 +125,10 @@ def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
     settings = _settings()
     from chromadb import PersistentClient
 
-    try:
-        is_there = (folder / "chroma.sqlite3").is_file()
-    except OSError as error:
+    if not create and not os.path.isfile(folder / "chroma.sqlite3"):
         raise InvalidOption(
-            f"{folder} cannot be looked into: {error.strerror}; allow access to it, or give the "
-            "folder of another database"
-        ) from error
-    if not create and not is_there:
-        raise InvalidOption(f"{folder} holds no Chroma database; ingest documents into it first")
+            f"{folder} holds no Chroma database; ingest documents into it first, or allow access"
+        )
     with chroma_errors(f"Chroma cannot open {folder}"):
         return PersistentClient(folder, settings=settings)
 

@@ -76,13 +76,7 @@ class ChromaLink:
                     f"the chunk caches in {caches} lie inside Chroma's folder {folder}; "
                     f"give a folder beside it, such as {folder.with_name(folder.name + '-kv')}"
                 )
-        self._owner = Ownership(
-            engine.store,
-            self._records.place,
-            str(collection.id),
-            lambda: [str(model.id) for model in self._records.models()],
-            is_local=self._records.folder is not None,
-        )
+        self._owner = Ownership(engine.store, self._records)
         self._owner.try_claim()
 
     @property
@@ -306,18 +300,13 @@ class ChromaLink:
         fit = [ref for ref in found if chunks.fits(ref)]
         if not fit or any(ref.state == "cached" for ref in chunks.look_up(fit, "exists")):
             return
-        with chroma_errors(f"collection {self.collection.name!r} cannot be counted"):
-            n_records = self.collection.count()
         _log.warning(
-            "collection %r holds %d records, and those looked at have no chunk cache in %s "
-            "(namespace %r, model %r): prompts find nothing of them. Next step: give "
-            "cache_existing=True, or call kv_link.sync(), or run 'samkv store sync'",
-            self.collection.name,
-            n_records,
-            store.path if isinstance(store, ChunkStore) else "memory",
-            store.namespace,
-            self.engine.model.name,
-        )
+            "the records of collection %r that were looked at have no chunk cache in %s (namespace "
+            "%r, model %r): prompts find nothing of them. Next step: give cache_existing=True, or "
+            "call kv_link.sync(), or run 'samkv store sync'",
+            self.collection.name, store.path if isinstance(store, ChunkStore) else "memory",
+            store.namespace, self.engine.model.name,
+        )  # fmt: skip
 
     def sync(
         self,
@@ -440,10 +429,12 @@ class ChromaLink:
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
         """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
 
+        A record without a text is left out, with a warning.
+
         Raises:
             EmptyInput: the collection is empty.
-            InvalidOption: ``k`` is not positive, the embedding has another length than those in
-                the collection, or a record was added without a text.
+            InvalidOption: ``k`` is not positive, or the embedding has another length than those in
+                the collection.
         """
         name = self.collection.name
         if k < 1:
@@ -463,16 +454,10 @@ class ChromaLink:
         columns = found["ids"][0], documents[0], metadatas[0], distances[0]
         rows = list(zip(*columns, strict=True))
         if textless := [id_ for id_, text, _, _ in rows if text is None]:
-            with chroma_errors(f"collection {name!r} refused the query"):
-                bare = self.collection.get(ids=textless, include=[])["ids"]
-            if bare:
-                raise InvalidOption(
-                    f"record {bare[0]!r} of collection {name!r} has no text; add it again with one"
-                )
             # Chroma keeps an index for each process, and one set of records for all processes.
             _log.warning(
-                "another process has changed collection %r: records that it deleted are left out, "
-                "and those that it added are not found before this process starts again", name,
+                "record %r of collection %r has no text and is left out; add it again with one, or "
+                "start this process again if another one has deleted it", textless[0], name,
             )  # fmt: skip
         return [
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
@@ -491,11 +476,5 @@ def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:
     try:
         return link.query(embedding, k)
     except InvalidOption:
-        n_dims = Records(link.collection).dimension()
-        if n_dims in (None, len(embedding)):
-            raise
-        raise InvalidOption(
-            f"collection {link.collection.name!r} holds embeddings of dimension {n_dims}, and "
-            f"'samkv ingest' makes {len(embedding)}; ask a collection that 'samkv ingest' has "
-            "filled, or retrieve with the model that made them and give its texts in a prompt"
-        ) from None
+        Records(link.collection).check_sizes([embedding])  # says what fits, if it is that
+        raise

@@ -128,24 +128,19 @@ class Records:
 
     def check_sizes(self, embeddings: Sequence[Sequence[float]]) -> None:
         """Raises InvalidOption if embeddings differ in size, or from those of the collection."""
-        expected = self.dimension()
-        for embedding in embeddings:
-            expected = len(embedding) if expected is None else expected
-            if len(embedding) != expected:
-                raise InvalidOption(
-                    f"an embedding of dimension {len(embedding)} does not fit collection "
-                    f"{self.collection.name!r}, which takes dimension {expected}; embed with the "
-                    "model that the other records were embedded with, or use another collection"
-                )
-
-    def dimension(self) -> int | None:
-        """Length of the collection's embeddings; None while it has none."""
         mine = [model for model in self.models() if model.id == self.collection.id]
         if not mine:
             raise InvalidOption(
                 f"collection {self.collection.name!r} was deleted; open or create it again"
             )
-        return mine[0].dimension
+        sizes = [mine[0].dimension, *map(len, embeddings)]
+        known = [size for size in sizes if size is not None]
+        if other := [size for size in known if size != known[0]]:
+            raise InvalidOption(
+                f"an embedding of dimension {other[0]} does not fit collection "
+                f"{self.collection.name!r}, which takes dimension {known[0]}; embed with the model "
+                "that the other records were embedded with, or use another collection"
+            )
 
     def ids(self, where: Mapping[str, Any] | None) -> list[str]:
         ids: list[str] = self.read(self.collection, where=where, include=[])["ids"]

@@ -240,7 +240,7 @@ def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Inges
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
-    from samkv_integrations.cache.files.atomic import read_small
+    from samkv_integrations.cache.files.folder import read_small
 
     # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):

@@ -16,7 +16,7 @@ from pathlib import Path
 import tomli_w
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files.atomic import read_small, write_file
+from samkv_integrations.cache.files.folder import read_small, write_file
 from samkv_integrations.cache.formats.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cache.store import Store
 from samkv_integrations.errors import InvalidOption, UnknownOption

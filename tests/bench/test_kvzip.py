@@ -10,7 +10,7 @@ import torch
 from benchmarks.datasets import load
 from benchmarks.kvzip import Cache, answers, compute, importance
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.evaluation.judge import is_right
+from samkv_integrations.evaluation import is_right
 from samkv_integrations.model.loading import load_model
 from tests.bench.running import ran
 from tests.bench.test_right_answers import questions

@@ -8,32 +8,31 @@ import os
 import sqlite3
 import threading
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import pytest
 
 from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import tiny_fingerprint
 from tests.support.stores import Files
 
-DIGEST, SECRET = "d" * 32, b"s" * 32
 TINY = tiny_fingerprint()
+DIGEST, SECRET = TINY.digest, b"s" * 32
 LONG = "The quick brown fox jumps over"
 
 
 def entry(number: int, text: str = "", **changes: object) -> Entry:
     made = Entry(
-        digest=DIGEST,
+        fingerprint=TINY,
         key=f"{number:032x}",
         namespace="",
         text=text or f"{LONG} {number} dogs.",
         token_ids=range(number, number + 40),
         n_bytes=100,
-        fields=asdict(TINY),
         used_at=float(number),
     )
     return replace(made, **changes)
@@ -63,7 +62,7 @@ def index(tmp_path: Path) -> Index:
 
 
 def used(index: Index) -> int:
-    return int(index.rows("SELECT coalesce(sum(bytes), 0) FROM spaces")[0][0])
+    return int(index.rows("SELECT coalesce(sum(bytes), 0) FROM chunks")[0][0])
 
 
 def keys_of(*entries: Entry) -> list[str]:
@@ -120,6 +119,22 @@ class TestDeletion:
         assert index.keys("", None) == [kept.key]
         for file in tmp_path.iterdir():
             assert b"Ottoline" not in file.read_bytes(), file
+
+    def test_each_is_seen_by_who_began_before_it_and_so_is_a_rebuild(
+        self, index: Index, tmp_path: Path
+    ) -> None:
+        """A rebuilt index counted from 0 again, so a cache of a deleted chunk could be kept."""
+        seen = [index.deletions("")]
+        assert index.deletions("") == seen[0]
+        index.delete("", [])
+        seen.append(index.deletions(""))
+        assert index.deletions("other") == seen[0]
+        (file,) = tmp_path.glob("index-*.sqlite")
+        file.unlink()
+        seen.append(index.deletions(""))
+        assert len(set(seen)) == 3
+        with pytest.raises(CacheMiss, match="something was deleted meanwhile"):
+            index.keep(entry(1), lambda: None, unless_deleted_since=seen[0])
 
 
 class TestDamage:
@@ -181,8 +196,9 @@ class TestDamage:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)
-        index = made(tmp_path, entry(1))
-        assert index.keys("", None) == keys_of(entry(1)) and not list(tmp_path.iterdir())
+        with pytest.raises(StoreError, match="read-only and has no index; next step: open"):
+            made(tmp_path, entry(1)).keys("", None)
+        assert not list(tmp_path.iterdir())
 
     def test_a_full_disk_is_a_store_error(self, index: Index) -> None:
         put(index, entry(1))

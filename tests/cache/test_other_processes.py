@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,20 +12,21 @@ import pytest
 
 from samkv_integrations.cache.index.index import Entry, Index
 from samkv_integrations.errors import CacheMiss, StoreError
+from tests.support.chunks import tiny_fingerprint
 from tests.support.stores import Files
 
-DIGEST, SECRET = "d" * 32, b"s" * 32
+TINY = tiny_fingerprint()
+DIGEST, SECRET = TINY.digest, b"s" * 32
 
 
 def entry(number: int) -> Entry:
     return Entry(
-        digest=DIGEST,
+        fingerprint=TINY,
         key=f"{number:032x}",
         namespace="",
         text=f"The quick brown fox jumps over {number} dogs.",
         token_ids=range(number, number + 40),
         n_bytes=100,
-        fields={"model": "tiny"},
         used_at=float(number),
     )
 
@@ -60,28 +60,6 @@ class TestStopped:
             assert index.keys("", None) == keys(1)
         index.record("", DIGEST, keys(1))
         assert index.totals("")[0][4] == 1
-
-    @pytest.mark.parametrize("is_open", [False, True])
-    def test_a_second_wait_in_vain_is_short(
-        self, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch, is_open: bool
-    ) -> None:
-        """A question reads the index a dozen times, and waited a minute at each."""
-        monkeypatch.setattr("samkv_integrations.cache.index.database.BRIEF_S", 0.01)
-        index.keep(entry(1), lambda: None)
-        if not is_open:
-            index.close()
-        with connected(tmp_path) as other:
-            other.execute("BEGIN EXCLUSIVE")
-            with pytest.raises(StoreError, match="locked"):
-                with index.transaction(patience_s=0.02) as connection:
-                    connection.execute("SELECT * FROM chunks").fetchall()
-            for _ in range(3):
-                began = time.monotonic()
-                with pytest.raises(StoreError, match="locked"):
-                    index.keys("", None)
-                assert time.monotonic() - began < 30
-        assert index.keys("", None) == keys(1)
-        assert index.rows("PRAGMA busy_timeout") == [(60_000,)]
 
 
 def test_a_file_that_was_deleted_before_it_was_kept_leaves_no_text(index: Index) -> None:

@@ -169,8 +169,7 @@ class TestQuery:
         with pytest.raises(InvalidOption, match="'town' refused the query.*dimension"):
             link.query([1.0], 3)
         link.collection.add(ids=["bare"], embeddings=[vector])
-        with pytest.raises(InvalidOption, match="'bare' of collection 'town' has no text"):
-            link.query(vector, 3)
+        assert [hit.id for hit in link.query(vector, 3)] == IDS[:1]
 
 
 def test_what_another_process_deletes_is_left_out(
@@ -188,7 +187,7 @@ def test_what_another_process_deletes_is_left_out(
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "chroma"), IDS[0]], check=True)
     assert {hit.id for hit in link.query(vector, 3)} == set(IDS[1:3])
-    assert "another process has changed collection 'town'" in caplog.text
+    assert f"record {IDS[0]!r} of collection 'town' has no text and is left out" in caplog.text
 
 
 class TestOpenCollection:
@@ -214,7 +213,7 @@ class TestOpenCollection:
         (tmp_path / "file").write_text("not a folder")
         with pytest.raises(InvalidOption, match="cannot open .*file"):
             open_collection(tmp_path / "file", "town", create=True)
-        with pytest.raises(InvalidOption, match="cannot be looked into: .*; allow access"):
+        with pytest.raises(InvalidOption, match="no Chroma database; ingest .*, or allow access"):
             open_collection(tmp_path / ("long" * 100), "town", create=False)
 
     @pytest.mark.parametrize("code", [8, 13, 778])

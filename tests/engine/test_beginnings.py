@@ -349,11 +349,3 @@ def test_none_goes_to_a_remote_tier(tmp_path: Path) -> None:
     assert push(store).n_chunks == 2
     assert len(list((tmp_path / "remote").rglob("*.safetensors"))) == 2
     assert engine.store.delete_beginnings() == 1
-
-
-def test_beginnings_make_room_before_other_caches(tmp_path: Path) -> None:
-    engine = with_beginning(tmp_path / "kv")
-    stats = engine.store.stats()
-    engine.store.set_budget(stats.bytes)  # type: ignore[attr-defined]
-    engine.cache_chunks(["A third document, about the ferry of Tessel and its single captain."])
-    assert beginnings(tmp_path / "kv") == [] and len(engine.store.keys()) == 3

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from pathlib import Path
 from unicodedata import normalize
 
 import pytest
 
 import samkv_integrations.engine.chunks as module
-from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.models import tiny_model
 
 TEXT = "the mill of number one is at the mill, and it grinds"
-
-
-def test_a_prompt_makes_no_cache_younger(tmp_path: Path) -> None:
-    engine = Engine(tiny_model(), ChunkStore(tmp_path))
-    engine.cache_chunks([TEXT])
-    (file,) = tmp_path.rglob("*.safetensors")
-    os.utime(file, (1000, 1000))
-    engine.announce([TEXT, "another one"], "compute")
-    assert file.stat().st_mtime == 1000
-    assert engine.is_cached("another one")
-    engine.cache_chunks([TEXT])
-    assert file.stat().st_mtime > 1000
 
 
 def test_a_chunk_inside_a_handle_does_not_occur() -> None:

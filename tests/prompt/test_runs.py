@@ -16,9 +16,11 @@ from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
+from tests.support.chunks import tiny_fingerprint
 from tests.support.stores import Files
 
-SECRET, DIGEST = b"s" * 32, "d" * 32
+TINY = tiny_fingerprint()
+SECRET, DIGEST = b"s" * 32, TINY.digest
 VOCABULARY = 49_152
 
 
@@ -43,8 +45,8 @@ def on_disk(folder: Path, *chunks: Sequence[int]) -> ChunkIndex:
 
 def entry(number: int, chunk: Sequence[int], namespace: str = "") -> Entry:
     return Entry(
-        digest=DIGEST, key=f"{number:032x}", namespace=namespace, text=f"text {number}",
-        token_ids=chunk, n_bytes=1, fields={}, used_at=0.0,
+        fingerprint=TINY, key=f"{number:032x}", namespace=namespace, text=f"text {number}",
+        token_ids=chunk, n_bytes=1, used_at=0.0,
     )  # fmt: skip
 
 

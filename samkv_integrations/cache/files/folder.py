@@ -1,34 +1,37 @@
-"""The folder of a store: marker, secret, chunk files, and whether the index agrees with them."""
+"""The folder of a store: marker, secret, chunk files, and whether the index agrees with them.
+
+Its files are private to their owner, and written atomically.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from glob import iglob
 from pathlib import Path
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
-from samkv_integrations.cache.files.atomic import (
-    LEFT_S,
-    TEMPORARY,
-    cannot,
-    make_folder,
-    read_small,
-    remove,
-    write_file,
-    write_new,
-)
 from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile
 from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+
+TEMPORARY = ".tmp"
+LEFT_S = 3600.0
+"""Age in seconds from which a temporary file is taken for one that a killed process left."""
+
+MAX_SMALL_BYTES = 1 << 20
+
 
 SECRET_VARIABLE = "SAMKV_STORE_SECRET"
 """Environment variable with the secret of the stores that a process makes, 64 hex digits."""
@@ -39,6 +42,109 @@ _HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
 )
+
+
+def folder_named(what: str, path: object) -> Path:
+    """The path of a folder. Raises InvalidOption for what is no path. what: name of the option."""
+    try:
+        found = Path(path)  # type: ignore[arg-type]
+        is_path = b"\0" not in os.fsencode(found)
+    except (TypeError, UnicodeEncodeError):
+        is_path = False
+    if not is_path:
+        raise InvalidOption(f"{what}={path!r:.60}; it must be the path of a folder, without NUL")
+    return found
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that only its owner can use, whatever the umask is; one may exist already."""
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+
+
+def cannot(action: str, path: Path, error: OSError) -> StoreError:
+    """The error to raise when the operating system refuses something."""
+    return StoreError(
+        f"cannot {action} {path}: {error.strerror or error}; "
+        "next step: make room or allow access there, or use a store in another folder"
+    )
+
+
+def write_file(
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    place: Callable[[Path], object] | None = None,
+    *,
+    mode: int = 0o600,
+) -> None:
+    """Write a file atomically and durably: under a temporary name, synced, then renamed.
+
+    place: moves the complete temporary file to ``path``; None to replace what is there.
+    """
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        if place is None:
+            os.replace(temporary, path)
+        else:
+            place(temporary)
+    finally:
+        with suppress(FileNotFoundError):  # as usual: it has been renamed
+            os.unlink(temporary)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_new(path: Path, data: bytes) -> bool:
+    """Write a small file unless it exists; whether it was written."""
+    try:
+        write_file(path, [data], lambda temporary: os.link(temporary, path))
+    except FileExistsError:
+        return False
+    return True
+
+
+def read_small(path: Path) -> bytes:
+    """The bytes of a small file of a store: its marker, secret, a note or the settings.
+
+    It may be a link to a regular file. A pipe or device is refused: reading it might never end.
+
+    Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
+    """
+    flags = os.O_NONBLOCK | os.O_CLOEXEC
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SMALL_BYTES:
+            raise OSError(errno.EINVAL, f"{path.name} is no regular file of at most 1 MiB")
+        return file.read(MAX_SMALL_BYTES)
+
+
+def remove(path: Path) -> int:
+    """Delete a file, or whatever is in its place; the bytes of a regular file, else 0.
+
+    Raises StoreError if the operating system refuses.
+    """
+    try:
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode):
+            shutil.rmtree(path)
+            return 0
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise cannot("delete", path, error) from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+# -- the store -----------------------------------------------------------------------------------
 
 
 def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
@@ -168,23 +274,20 @@ class ChunkFolder:
 
     def put(
         self, key: str, digest: str, pieces: Iterable[bytes | memoryview],
-        entry_of: Callable[[Path], Entry],
+        entry_of: Callable[[Path], Entry], unless_deleted_since: int | None = None,
     ) -> None:  # fmt: skip
         """Write a chunk's file, and index it.
 
         entry_of: makes the index entry from the complete file, before it is moved to its place.
+        unless_deleted_since: see `Index.keep`.
 
         Raises StoreError if it cannot be written, or there is no room.
         """
         file = self.file(key, digest)
 
         def place(temporary: Path) -> None:
-            def move() -> None:
-                if file.is_dir() and not file.is_symlink():
-                    remove(file)
-                os.replace(temporary, file)
-
-            self.index.keep(entry_of(temporary), move)
+            move = partial(os.replace, temporary, file)
+            self.index.keep(entry_of(temporary), move, unless_deleted_since)
 
         try:
             self.require_own()
@@ -213,7 +316,7 @@ class ChunkFolder:
 
     def has_strangers(self) -> bool:
         """Whether a killed writer left files of a fingerprint that is not indexed."""
-        known = {made_by.digest for made_by in self.index.fingerprints(are_present=False)}
+        known = {made_by.digest for made_by in self.index.fingerprints()}
         return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
 
     # -- for the index, see `Caches` --------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sqlite3
@@ -17,13 +16,11 @@ from filelock import FileLock
 
 from samkv_integrations.errors import StoreError
 
-BUSY_S = 60.0
+BUSY_S = 20.0
 """Seconds to wait for another process that holds the lock."""
 
 BRIEF_S = 1.0
 """Seconds to wait where a question would be kept waiting, for a note that it does not need."""
-
-_log = logging.getLogger(__name__)
 
 # What damaged values raise where they are used, and messages of SQLite that quote damaged bytes: it
 # has no checksums.
@@ -56,8 +53,6 @@ class Database:
         self._connection: sqlite3.Connection | None = None
         self._of_parent: sqlite3.Connection | None = None
         self._path: Path | None = None  # None for one in memory
-        self._is_held_up = False
-        self._damaged = ""  # name of a file that could not be deleted
 
     def fill(self, connection: sqlite3.Connection) -> None:
         """Write the rows of a new database, whose tables are empty."""
@@ -70,27 +65,22 @@ class Database:
         """A block that sees the database as it is at one moment.
 
         writes: all that the block writes is kept or nothing, and no other process writes meanwhile.
-        patience_s: how long to wait for another process. After a long wait in vain, for example for
-            a process that was stopped in the middle of a commit, waits are brief until one ends.
+        patience_s: how long to wait for another process.
         """
         if self._process != os.getpid():  # forked: the connection is the parent's
             self._lock, self._process = threading.RLock(), os.getpid()
             if self._path is not None:  # kept open: closing it would release this process's locks
                 self._of_parent, self._connection = self._connection, None
         with self._lock:
-            patience_s = min(patience_s, BRIEF_S) if self._is_held_up else patience_s
             try:
                 connection = self._open(patience_s)
                 connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
                 with connection:  # commits, or rolls back
                     connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                     yield connection
-                self._is_held_up = False
             except UnicodeEncodeError:  # of what was asked for; no row is damaged
                 raise
             except (sqlite3.Error, OSError, *_BAD_VALUES) as error:
-                is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
-                self._is_held_up |= is_busy and patience_s > BRIEF_S
                 where = f"the index of {self._folder or 'the store'}"
                 if self._path is not None and _is_damage(error):
                     self._discard()
@@ -115,7 +105,7 @@ class Database:
             if self.rows("PRAGMA quick_check") != [("ok",)]:
                 self._discard()
         with self._file_lock(self._folder):
-            newest = self._newest()
+            newest = self._newest(self._folder)
             for file in self._folder.glob("index-*"):
                 if newest is None or not file.name.startswith(newest.name):
                     file.unlink(missing_ok=True)
@@ -139,29 +129,25 @@ class Database:
         if self._path is not None and not self._path.exists():  # another process has replaced it
             self.close()
         if self._connection is None:
-            self._path = self._newest() or self._new_file()
+            if self._folder is not None:
+                self._path = self._newest(self._folder) or self._new_file(self._folder)
             self._connection = _connect(str(self._path or ":memory:"), patience_s)
             if self._path is None:
                 self._create(self._connection)
         return self._connection
 
-    def _new_file(self) -> Path | None:
-        """A new database; None if it has to be in memory."""
-        if self._folder is None:
-            return None
-        if not os.access(self._folder, os.W_OK):
-            _log.warning("%s is read-only and has no index; one is built in memory", self._folder)
-            return None
-        with self._file_lock(self._folder):
-            return self._newest() or self._make(self._folder)
+    def _new_file(self, folder: Path) -> Path:
+        if not os.access(folder, os.W_OK):
+            raise StoreError(
+                f"{folder} is read-only and has no index; next step: open the store once where it "
+                "can be written"
+            )
+        with self._file_lock(folder):
+            return self._newest(folder) or self._make(folder)
 
-    def _newest(self) -> Path | None:
-        names = os.listdir(self._folder) if self._folder else []
-        found = [
-            name for name in names
-            if name.startswith(self._prefix) and name.endswith(".sqlite") and name != self._damaged
-        ]  # fmt: skip
-        return self._folder / max(found) if self._folder and found else None
+    def _newest(self, folder: Path) -> Path | None:
+        names = [name for name in os.listdir(folder) if name.startswith(self._prefix)]
+        return max((folder / name for name in names if name.endswith(".sqlite")), default=None)
 
     def _make(self, folder: Path) -> Path:
         """A new file, which gets its name when it is complete.
@@ -188,11 +174,8 @@ class Database:
     def _discard(self) -> None:
         self.close()
         if self._path is not None:
-            try:
+            with suppress(OSError):  # a read-only folder keeps it
                 self._path.unlink(missing_ok=True)
-            except OSError:  # a read-only folder keeps it
-                self._damaged = self._path.name
-            self._path = None
 
     @staticmethod
     def _file_lock(folder: Path) -> FileLock:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
 from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
@@ -40,21 +40,18 @@ MOST_HEADS = 64
 Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
 
-# `spaces`: bytes (kept by triggers) and quota of each namespace. `texts`: text and token ids of
-# each chunk; `same` is a hash of the body. `windows`: where hashes of token ids first occur.
+# `texts`: text and token ids of each chunk; `same` is a hash of the body. `windows`: where hashes
+# of token ids first occur.
 _SCHEMA = """
 CREATE TABLE settings(name TEXT PRIMARY KEY, value ANY) WITHOUT ROWID, STRICT;
 CREATE TABLE fingerprints(
   digest TEXT PRIMARY KEY, fields TEXT NOT NULL) WITHOUT ROWID, STRICT;
-CREATE TABLE spaces(
-  namespace TEXT PRIMARY KEY, bytes INTEGER NOT NULL DEFAULT 0, quota INTEGER
-) WITHOUT ROWID, STRICT;
 CREATE TABLE chunks(
   id INTEGER PRIMARY KEY, digest TEXT NOT NULL, key TEXT NOT NULL, namespace TEXT NOT NULL,
   bytes INTEGER NOT NULL, state INTEGER NOT NULL, used_at REAL NOT NULL,
   is_shared INTEGER NOT NULL DEFAULT 0, UNIQUE(key, digest)) STRICT;
 CREATE INDEX chunks_used ON chunks(state, used_at);
-CREATE INDEX chunks_of ON chunks(namespace, state, digest);
+CREATE INDEX chunks_of ON chunks(namespace, state, digest, bytes);
 CREATE TABLE texts(
   id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, body BLOB NOT NULL, same BLOB NOT NULL,
   ids BLOB NOT NULL) STRICT;
@@ -66,64 +63,42 @@ CREATE TABLE counts(
   namespace TEXT, digest TEXT, hits INTEGER NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
   evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
-CREATE TRIGGER chunks_in AFTER INSERT ON chunks BEGIN
-  INSERT INTO spaces(namespace, bytes) VALUES(NEW.namespace, NEW.bytes)
-    ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes; END;
-CREATE TRIGGER chunks_out AFTER DELETE ON chunks BEGIN
-  UPDATE spaces SET bytes = bytes - OLD.bytes WHERE namespace = OLD.namespace; END;
-CREATE TRIGGER chunks_new AFTER UPDATE OF bytes ON chunks BEGIN
-  UPDATE spaces SET bytes = bytes + NEW.bytes - OLD.bytes WHERE namespace = NEW.namespace; END;
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the index keeps of a cache. fields: of its fingerprint.
+    """What the index keeps of a cache."""
 
-    A beginning (see `Fingerprint.behind`) has neither text nor token ids: nobody searches for it.
-
-    unless_deleted_since: what `Index.deletions` said when the cache was begun; it is kept only if
-        nothing was deleted since. None to keep it in any case.
-    """
-
-    digest: str
+    fingerprint: Fingerprint
     key: str
     namespace: str
     text: str
     token_ids: Sequence[int]
     n_bytes: int
-    fields: dict[str, Any]
     used_at: float
-    unless_deleted_since: int | None = None
 
     @classmethod
-    def of(
-        cls, chunk: ChunkCache, namespace: str, unless_deleted_since: int | None = None
-    ) -> Entry:
+    def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
         """The entry of a chunk that is about to be put."""
-        layout = FileLayout.of(chunk, namespace)
-        made = cls._of(layout, chunk.key, chunk.text, chunk.token_ids, time.time())
-        return replace(made, unless_deleted_since=unless_deleted_since)
+        return cls(
+            fingerprint=chunk.fingerprint, key=chunk.key, namespace=namespace, text=chunk.text,
+            token_ids=chunk.token_ids.tolist(), used_at=time.time(),
+            n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key),
+        )  # fmt: skip
 
     @classmethod
     def of_file(cls, file: ChunkFile) -> Entry:
         """The entry of an open file. Raises CacheMiss."""
-        return cls._of(file.layout, file.key, file.text(), file.token_ids, file.modified_at)
-
-    @classmethod
-    def _of(
-        cls, layout: FileLayout, key: str, text: str, token_ids: Tensor, used_at: float
-    ) -> Entry:
-        made_by = layout.fingerprint
         return cls(
-            digest=made_by.digest, key=key, namespace=layout.namespace, text=text,
-            token_ids=() if made_by.is_of_beginning else token_ids.tolist(),
-            n_bytes=layout.file_size(key), fields=asdict(made_by), used_at=used_at,
+            fingerprint=file.layout.fingerprint, key=file.key, namespace=file.layout.namespace,
+            text=file.text(), token_ids=file.token_ids.tolist(), used_at=file.modified_at,
+            n_bytes=file.layout.file_size(file.key),
         )  # fmt: skip
 
     @property
-    def is_of_beginning(self) -> bool:
-        return str(self.fields.get("prefix", "")).startswith(BEHIND)
+    def digest(self) -> str:
+        return self.fingerprint.digest
 
 
 class Caches(Protocol):
@@ -159,12 +134,16 @@ class Index(Database):
 
     def fill(self, connection: sqlite3.Connection) -> None:
         """Index all caches that there are."""
+        connection.execute("INSERT INTO settings VALUES('made', ?)", [secrets.randbits(62)])
         for entry in self._caches.entries():
             self._insert(connection, entry)
 
     # -- caches that come -------------------------------------------------------------------------
 
-    def keep(self, entry: Entry, place: Callable[[], object] | None = None) -> None:
+    def keep(
+        self, entry: Entry, place: Callable[[], object] | None = None,
+        unless_deleted_since: int | None = None,
+    ) -> None:  # fmt: skip
         """Index a cache, after making room for it by evicting those used least recently.
 
         A beginning evicts nothing. It replaces beginnings of prompt heads that have not been used
@@ -172,40 +151,33 @@ class Index(Database):
 
         place: moves the cache to its place, while no other process evicts or deletes; None if it
             is there already.
+        unless_deleted_since: what `deletions` said when the cache was begun.
 
         Raises StoreError if there is no room, CacheMiss ("absent") if the cache has gone, or if
-        something was deleted since ``entry.unless_deleted_since``.
+        something was deleted since.
         """
+        is_beginning, space = entry.fingerprint.is_of_beginning, entry.namespace
         # questions wait for this process's transactions, and must not wait for a beginning
-        patience_s = BRIEF_S if entry.is_of_beginning else BUSY_S
+        patience_s = BRIEF_S if is_beginning else BUSY_S
         with self.transaction(writes=True, patience_s=patience_s) as connection:
-            self._check(connection, entry, has_place=place is None)
+            if unless_deleted_since not in (None, _last_deletion(connection, space)):
+                raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
+            for limit, what, limited in _limits(connection, space) if place else ():
+                if entry.n_bytes > limit:
+                    raise StoreError(
+                        f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
+                        "next step: samkv store budget, or a larger max_bytes"
+                    )
+                if is_beginning and _taken(connection, limited) + entry.n_bytes > limit:
+                    raise StoreError(f"no room for an exact beginning within {what}")
             chunk = self._insert(connection, entry)
-            if entry.is_of_beginning:
-                self._drop_old_heads(connection, entry.namespace)
-            self._evict(connection, entry.namespace, chunk if place else -1)
+            if is_beginning:
+                self._drop_old_heads(connection, space)
+            self._evict(connection, space, chunk if place else -1)
             if place:
                 place()
             elif self._caches.is_gone(entry.digest, entry.key):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
-
-    def check(self, entry: Entry) -> None:
-        """Raise what `keep` would raise for a new cache, before anything is written or sent."""
-        with self.transaction(patience_s=BRIEF_S) as connection:
-            self._check(connection, entry, has_place=False)
-
-    def _check(self, connection: sqlite3.Connection, entry: Entry, *, has_place: bool) -> None:
-        since = entry.unless_deleted_since
-        if since is not None and since != _n_deletions(connection, entry.namespace):
-            raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
-        for limit, what, space in () if has_place else _limits(connection, entry.namespace):
-            if entry.n_bytes > limit:
-                raise StoreError(
-                    f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
-                    "next step: samkv store budget, or a larger max_bytes"
-                )
-            if entry.is_of_beginning and _taken(connection, space) + entry.n_bytes > limit:
-                raise StoreError(f"no room for an exact beginning within {what}")
 
     def learn(self, entries: Iterable[Entry]) -> None:
         """Index chunks that are in the remote tier, and not here."""
@@ -218,7 +190,7 @@ class Index(Database):
         """The id of the row of ``chunks``."""
         connection.execute(
             "INSERT OR IGNORE INTO fingerprints VALUES(?, ?)",
-            [entry.digest, json.dumps(entry.fields, sort_keys=True)],
+            [entry.digest, json.dumps(asdict(entry.fingerprint), sort_keys=True)],
         )
         n_bytes, state = (entry.n_bytes, PRESENT) if is_here else (0, EVICTED)
         (chunk,) = connection.execute(
@@ -229,7 +201,9 @@ class Index(Database):
             [entry.digest, entry.key, entry.namespace, n_bytes, state, entry.used_at,
              int(not is_here)],
         ).fetchone()  # fmt: skip
-        ids, body = np.asarray(entry.token_ids, "<i4"), text_bytes(entry.text)
+        # a beginning has neither text nor token ids: nobody searches for it
+        found = () if entry.fingerprint.is_of_beginning else entry.token_ids
+        ids, body = np.asarray(found, "<i4"), text_bytes(entry.text)
         connection.execute(
             "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?)",
             [chunk, entry.namespace, body, _same(entry.text), ids.tobytes()],
@@ -244,76 +218,62 @@ class Index(Database):
     # -- caches that go ---------------------------------------------------------------------------
 
     def _evict(self, connection: sqlite3.Connection, namespace: str, but: int = -1) -> None:
-        """Evict until the limits of a namespace hold, beginnings first. but: a chunk that stays."""
-        for limit, _, space in list(_limits(connection, namespace)):
+        """Evict until the limits of a namespace hold. but: a chunk that stays."""
+        for limit, _, space in _limits(connection, namespace):
             over = _taken(connection, space) - limit
-            if over <= 0:
-                continue
-            extra = _beginnings(connection, space)
-            marks = ", ".join("?" * len(extra))
-            oldest = connection.execute(
-                "SELECT id, digest, key, namespace, bytes FROM chunks WHERE state = ? "
-                "AND namespace = coalesce(?, namespace) AND id != ? "
-                f"ORDER BY digest NOT IN ({marks}), used_at",
-                [PRESENT, space, but, *extra],
-            )
-            going = []
-            while over > 0 and (found := oldest.fetchone()):
-                going.append(found)
-                over -= found[-1]
-            oldest.close()
-            for chunk, digest, key, of_chunk, _ in going:
+            while over > 0:
+                oldest = connection.execute(
+                    "SELECT id, digest, key, namespace, bytes FROM chunks WHERE state = ? "
+                    "AND namespace = coalesce(?, namespace) AND id != ? ORDER BY used_at LIMIT 1",
+                    [PRESENT, space, but],
+                ).fetchone()
+                if oldest is None:
+                    break
+                chunk, digest, key, of_chunk, n_bytes = oldest
                 self._caches.remove(digest, key)
-                if digest in extra:  # it has no text that should stay known
-                    _delete_rows(connection, chunk)
-                    continue
                 connection.execute(
                     "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
                 )
                 _count(connection, of_chunk, digest, evictions=1)
+                over -= n_bytes
 
-    def lose(self, places: Iterable[Place], *, are_damaged: bool = False) -> None:
+    def lose(
+        self, places: Iterable[Place], *, are_damaged: bool = False, patience_s: float = BUSY_S
+    ) -> None:
         """Note that caches are missing. Their texts stay known.
 
         are_damaged: delete what is there.
         """
-        with self.transaction(writes=True) as connection:
-            self._lose(connection, places, are_damaged=are_damaged)
-
-    def _lose(
-        self, connection: sqlite3.Connection, places: Iterable[Place], *, are_damaged: bool = False
-    ) -> None:
-        # With a budget a missing cache counts as evicted: the process that evicted it may have been
-        # killed before it told the index.
-        (quotas,) = connection.execute("SELECT count(quota) FROM spaces").fetchone()
-        has_budget = quotas or _setting(connection, "max_bytes") is not None
-        state = EVICTED if has_budget and not are_damaged else LOST
-        for digest, key in places:
-            if are_damaged:
-                self._caches.remove(digest, key)
-            if self._caches.is_gone(digest, key):
-                found = connection.execute(
-                    "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
-                    "AND state = ? RETURNING namespace", [state, digest, key, PRESENT],
-                ).fetchall()  # fmt: skip
-                for (namespace,) in found if are_damaged else ():
-                    _count(connection, namespace, digest, corrupt=1)
+        with self.transaction(writes=True, patience_s=patience_s) as connection:
+            # With a budget a missing cache counts as evicted: the process that evicted it may have
+            # been killed before it told the index.
+            has_budget = connection.execute(
+                "SELECT 1 FROM settings WHERE (name = 'max_bytes' OR name GLOB 'quota *') "
+                "AND value NOT NULL"
+            ).fetchone()
+            state = EVICTED if has_budget and not are_damaged else LOST
+            for digest, key in places:
+                if are_damaged:
+                    self._caches.remove(digest, key)
+                if self._caches.is_gone(digest, key):
+                    found = connection.execute(
+                        "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
+                        "AND state = ? RETURNING namespace", [state, digest, key, PRESENT],
+                    ).fetchall()  # fmt: skip
+                    for (namespace,) in found if are_damaged else ():
+                        _count(connection, namespace, digest, corrupt=1)
 
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks of every fingerprint, with caches and texts; the keys that were there.
 
         All beginnings of the namespace are deleted too: each may have seen what is deleted.
 
-        state: of the chunks; None for any. With one, beginnings stay.
+        state: of the chunks; None for any.
         """
-        keys = list(dict.fromkeys(keys))
         gone = set()
         with self.transaction(writes=True) as connection:
-            if state is None:
-                _count_deletion(connection, namespace)
-            for digest in _beginnings(connection, namespace) if keys and state is None else ():
-                self._delete_beginnings(connection, digest)
-            for key in keys:
+            self._delete_beginnings(connection, namespace)
+            for key in dict.fromkeys(keys):
                 # "+" has SQLite look up the key, rather than scan the namespace
                 found = connection.execute(
                     "SELECT id, digest, ids FROM chunks LEFT JOIN texts USING(id) WHERE key = ? "
@@ -329,30 +289,32 @@ class Index(Database):
                         [(hashed, chunk)
                          for hashed in self.windows_of(namespace, digest).first_places(token_ids)],
                     )  # fmt: skip
-                    _delete_rows(connection, chunk)
+                    for table in ("texts", "chunks"):
+                        connection.execute(f"DELETE FROM {table} WHERE id = ?", [chunk])
             connection.execute(
                 "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
             )
         return gone
 
     def deletions(self, namespace: str) -> int:
-        """How many deletions there were in a namespace, since the index was built."""
+        """A number that changes with every deletion in a namespace, and if the index is rebuilt."""
         with self.transaction() as connection:
-            return _n_deletions(connection, namespace)
+            return _last_deletion(connection, namespace)
 
     # -- exact beginnings, see `Fingerprint.behind` -----------------------------------------------
-
-    def count_deletion(self, namespace: str) -> None:
-        """Say that a deletion begins: no cache of a prompt that came before it is kept."""
-        with self.transaction(writes=True) as connection:
-            _count_deletion(connection, namespace)
 
     def delete_beginnings(self, namespace: str) -> int:
         """Delete the beginnings of a namespace; how many there were."""
         with self.transaction(writes=True) as connection:
-            _count_deletion(connection, namespace)
-            found = _beginnings(connection, namespace)
-            return sum(self._delete_beginnings(connection, digest) for digest in found)
+            return self._delete_beginnings(connection, namespace)
+
+    def _delete_beginnings(self, connection: sqlite3.Connection, namespace: str) -> int:
+        """Delete all; no cache that was begun before this deletion is kept, see `deletions`."""
+        connection.execute(
+            "REPLACE INTO settings VALUES(?, ?)", [f"deletion {namespace}", secrets.randbits(62)]
+        )
+        found = _beginnings(connection, namespace)
+        return sum(self._delete_head(connection, digest) for digest in found)
 
     def _drop_old_heads(self, connection: sqlite3.Connection, namespace: str) -> None:
         """Delete the beginnings behind all heads but the `MOST_HEADS` that were used last."""
@@ -364,9 +326,10 @@ class Index(Database):
                 "GROUP BY digest ORDER BY max(used_at) DESC", found,
             ).fetchall()  # fmt: skip
             for (digest,) in by_use[MOST_HEADS:]:
-                self._delete_beginnings(connection, digest)
+                self._delete_head(connection, digest)
 
-    def _delete_beginnings(self, connection: sqlite3.Connection, digest: str) -> int:
+    def _delete_head(self, connection: sqlite3.Connection, digest: str) -> int:
+        """Delete the beginnings behind one head; how many there were."""
         self._caches.remove_all(digest)  # also what a killed writer did not tell the index
         of_digest = "SELECT id FROM chunks WHERE digest = ?"
         connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
@@ -381,11 +344,9 @@ class Index(Database):
 
     def budget(self) -> tuple[int | None, dict[str, int]]:
         """The most bytes of all caches, and those of single namespaces."""
-        with self.transaction() as connection:
-            quotas = connection.execute(
-                "SELECT namespace, quota FROM spaces WHERE quota IS NOT NULL"
-            )
-            return _setting(connection, "max_bytes"), dict(quotas.fetchall())
+        found = dict(self.rows("SELECT name, value FROM settings WHERE name GLOB 'quota *'"))
+        quota = {name.removeprefix("quota "): value for name, value in found.items()}
+        return self.setting("max_bytes"), quota
 
     def set_budget(self, max_bytes: int | None, quota: Mapping[str, int]) -> None:
         """Set the budget, and evict until it holds.
@@ -399,16 +360,15 @@ class Index(Database):
                     "None for no limit"
                 )
         with self.transaction(writes=True) as connection:
-            connection.execute("REPLACE INTO settings VALUES('max_bytes', ?)", [max_bytes])
-            connection.execute("UPDATE spaces SET quota = NULL")
+            connection.execute("DELETE FROM settings WHERE name GLOB 'quota *'")
             connection.executemany(
-                "INSERT INTO spaces(namespace, quota) VALUES(?, ?) "
-                "ON CONFLICT DO UPDATE SET quota = excluded.quota", quota.items(),
-            )  # fmt: skip
-        # A second transaction: if this process is killed while it evicts, the budget is set, and
-        # what is missing counts as evicted.
+                "REPLACE INTO settings VALUES(?, ?)",
+                [("max_bytes", max_bytes), *((f"quota {name}", n) for name, n in quota.items())],
+            )
+            spaces = connection.execute("SELECT DISTINCT namespace FROM chunks").fetchall()
+        # A second transaction: if this process is killed while it evicts, the budget is set.
         with self.transaction(writes=True) as connection:
-            for (namespace,) in connection.execute("SELECT namespace FROM spaces").fetchall():
+            for (namespace,) in spaces:
                 self._evict(connection, namespace)
 
     # -- what requests used -----------------------------------------------------------------------
@@ -423,12 +383,13 @@ class Index(Database):
             if beginning is not None:
                 _use(connection, beginning[0], [beginning[1]])
             _count(connection, namespace, digest, hits=len(used), misses=len(missed))
-            self._lose(connection, [(digest, key) for key in missed])
+        if missed:
+            self.lose([(digest, key) for key in missed], patience_s=BRIEF_S)
 
-    def touch(self, digest: str, key: str) -> bool:
-        """Make a cache the one that was used last; whether it is indexed."""
+    def touch(self, digest: str, key: str) -> None:
+        """Make a cache the one that was used last."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            return _use(connection, digest, [key]) > 0
+            _use(connection, digest, [key])
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -455,6 +416,10 @@ class Index(Database):
             "SELECT digest, key, namespace FROM chunks WHERE namespace = coalesce(?, namespace) "
             f"AND state IN ({marks}) ORDER BY used_at DESC", namespace, *states,
         )  # fmt: skip
+
+    def has(self, digest: str, key: str) -> bool:
+        """Whether a chunk has a cache."""
+        return self.state(digest, key)[0] == PRESENT and not self._caches.is_gone(digest, key)
 
     def state(self, digest: str, key: str) -> tuple[int | None, float]:
         """The state of a chunk, None if it is unknown, and when its cache was put or used last."""
@@ -487,17 +452,13 @@ class Index(Database):
                 found |= {of_one for (of_one,) in alike}
             return found
 
-    def fingerprints(
-        self, namespace: str | None = None, *, are_present: bool = True
-    ) -> list[Fingerprint]:
-        """The fingerprints that have chunks, by digest; are_present: that have caches."""
+    def fingerprints(self, namespace: str | None = None) -> list[Fingerprint]:
+        """The fingerprints of known chunks, by digest. namespace: None for all."""
         with self.transaction() as connection:
             rows = connection.execute(
                 "SELECT fields FROM fingerprints WHERE digest IN (SELECT digest FROM chunks "
-                "WHERE state = coalesce(?, state) AND namespace = coalesce(?, namespace)) "
-                "ORDER BY digest",
-                [PRESENT if are_present else None, namespace],
-            )
+                "WHERE namespace = coalesce(?, namespace)) ORDER BY digest", [namespace],
+            )  # fmt: skip
             return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
 
     def totals(self, namespace: str | None) -> list[tuple[str, str, int, int, int, int, int, int]]:
@@ -525,11 +486,12 @@ class Index(Database):
         sql = "SELECT is_shared FROM chunks WHERE key = ? AND digest = ?"
         return self.rows(sql, key, digest) == [(1,)]
 
-    def mark_shared(self, namespace: str, places: Collection[Place]) -> None:
-        """Note that chunks are in the remote tier."""
+    def mark_shared(self, namespace: str, places: Collection[Place]) -> bool:
+        """Note that chunks are in the remote tier; whether one of them is known here."""
         sql = "UPDATE chunks SET is_shared = 1 WHERE digest = ? AND key = ? AND namespace = ?"
         with self.transaction(writes=True) as connection:
-            connection.executemany(sql, [(*place, namespace) for place in places])
+            marked = connection.executemany(sql, [(*place, namespace) for place in places])
+            return marked.rowcount > 0
 
     def unshare(self, namespace: str) -> None:
         """Forget which chunks are in the remote tier."""
@@ -548,12 +510,6 @@ class Index(Database):
         sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
         with self.transaction(writes=True) as connection:
             return connection.execute(sql, [name, value]).rowcount > 0
-
-    def agree(self, name: str, value: int) -> int:
-        """The value of a setting: the one that was given first."""
-        if self.setting(name) is None:
-            self.set(name, value, replace=False)
-        return int(self.setting(name))
 
 
 class IndexedChunks:
@@ -590,56 +546,43 @@ def _same(text: str) -> bytes:
     return hashlib.blake2b(text_bytes(normalise(text)), digest_size=16).digest()
 
 
-def _limits(
-    connection: sqlite3.Connection, namespace: str
-) -> Iterator[tuple[int, str, str | None]]:
+def _limits(connection: sqlite3.Connection, namespace: str) -> list[tuple[int, str, str | None]]:
     """Limits for the caches of a namespace: bytes, name, and its namespace (None for all)."""
-    quota = connection.execute(
-        "SELECT quota FROM spaces WHERE namespace = ?", [namespace]
-    ).fetchone()
-    if quota and quota[0] is not None:
-        yield quota[0], f"the quota of namespace {namespace!r}", namespace
-    if (most := _setting(connection, "max_bytes")) is not None:
-        yield most, "the store's max_bytes", None
+    limits = (
+        (_setting(connection, f"quota {namespace}"), f"the quota of namespace {namespace!r}",
+         namespace),
+        (_setting(connection, "max_bytes"), "the store's max_bytes", None),
+    )  # fmt: skip
+    return [limit for limit in limits if limit[0] is not None]
 
 
 def _taken(connection: sqlite3.Connection, namespace: str | None) -> int:
     """Bytes of the caches of a namespace; None for all."""
-    sql = "SELECT coalesce(sum(bytes), 0) FROM spaces WHERE namespace = coalesce(?, namespace)"
+    sql = "SELECT coalesce(sum(bytes), 0) FROM chunks WHERE namespace = coalesce(?, namespace)"
     (taken,) = connection.execute(sql, [namespace]).fetchone()
     return int(taken)
 
 
-def _n_deletions(connection: sqlite3.Connection, namespace: str) -> int:
-    return int(_setting(connection, f"deletions {namespace}") or 0)
+def _last_deletion(connection: sqlite3.Connection, namespace: str) -> int:
+    """A random number of the last deletion in a namespace; without one, of the index."""
+    found = _setting(connection, f"deletion {namespace}")
+    return int(_setting(connection, "made") if found is None else found)
 
 
-def _count_deletion(connection: sqlite3.Connection, namespace: str) -> None:
-    connection.execute(
-        "REPLACE INTO settings VALUES(?, ?)",
-        [f"deletions {namespace}", _n_deletions(connection, namespace) + 1],
-    )
-
-
-def _delete_rows(connection: sqlite3.Connection, chunk: int) -> None:
-    for table in ("texts", "chunks"):
-        connection.execute(f"DELETE FROM {table} WHERE id = ?", [chunk])
-
-
-def _beginnings(connection: sqlite3.Connection, namespace: str | None) -> list[str]:
-    """Digests of the fingerprints of a namespace's beginnings; None for all namespaces."""
+def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
+    """Digests of the fingerprints of a namespace's beginnings."""
     rows = connection.execute(
         "SELECT digest, fields FROM fingerprints WHERE digest IN "
-        "(SELECT digest FROM chunks WHERE namespace = coalesce(?, namespace))", [namespace],
+        "(SELECT digest FROM chunks WHERE namespace = ?)", [namespace],
     )  # fmt: skip
     return [digest for digest, fields in rows if f'"prefix": "{BEHIND}' in fields]
 
 
-def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> int:
-    """Note that caches are used now; how many of them are indexed."""
-    sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ? AND state = ?"
-    now = time.time()
-    return sum(connection.execute(sql, [now, key, digest, PRESENT]).rowcount for key in keys)
+def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> None:
+    """Note that caches are used now."""
+    sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
+    for key in keys:
+        connection.execute(sql, [time.time(), key, digest])
 
 
 def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:

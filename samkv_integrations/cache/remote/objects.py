@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.cache.files.atomic import MAX_SMALL_BYTES, write_file
-from samkv_integrations.cache.files.chunk_file import NotAFile, open_regular
+from samkv_integrations.cache.files.chunk_file import open_regular
+from samkv_integrations.cache.files.folder import write_file
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
 
 AT_ONCE = 16
@@ -24,10 +22,6 @@ AT_ONCE = 16
 GONE_S = 15.0
 """Seconds for which a place that failed is not asked again, see `Objects.ask_again`."""
 
-LEFT_S = 86400.0
-"""Age in seconds from which an unfinished file is taken for one that a killed process left."""
-
-_UNFINISHED = re.compile(r".*\.[0-9a-f]{16}\.tmp", re.DOTALL)
 _TIMES = ("LastModified", "mtime", "created")
 _S3 = {"connect_timeout": 5, "read_timeout": 10, "retries": {"max_attempts": 2}}
 
@@ -56,12 +50,6 @@ class Objects:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        if not isinstance(url, str):
-            raise InvalidOption(f"remote={url!r:.60}; it must be a URL, a string")
-        if not isinstance(options, Mapping):
-            raise InvalidOption(
-                f"remote_options={options!r:.60}; it must be a mapping of fsspec's options"
-            )
         try:
             from fsspec.core import url_to_fs
             from fsspec.implementations.local import LocalFileSystem
@@ -72,10 +60,10 @@ class Objects:
             )
         except ImportError as error:
             raise MissingExtra.of(error.name or url.partition(":")[0], "remote") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise InvalidOption(
-                f"remote={url!r} with options {sorted(map(str, options))}: {error}; give a URL of "
-                "fsspec, such as 's3://bucket/prefix' or 'file:///mnt/share/kv'"
+                f"remote={url!r:.200} cannot be opened: {error}; give a URL of fsspec, such as "
+                "'s3://bucket/prefix' or 'file:///mnt/share/kv', and remote_options= as a mapping"
             ) from error
         if "://" not in url or not root.strip("/"):
             raise InvalidOption(
@@ -108,24 +96,22 @@ class Objects:
         """An object, or its first ``n_bytes``. Raises FileNotFoundError."""
         with self._asked(FileNotFoundError):
             if self.is_local:
-                return read_regular(self._place(path), n_bytes)
+                with open_regular(Path(self._place(path))) as file:
+                    return file.read(-1 if n_bytes is None else n_bytes)
             part = {} if n_bytes is None else {"start": 0, "end": n_bytes}
             return bytes(self._fs.cat_file(self._place(path), **part))
 
-    def read_small(self, path: str) -> bytes:
-        """A small object. Raises FileNotFoundError."""
-        # A bucket is read whole: S3 refuses a range of an empty object.
-        return self.read(path, MAX_SMALL_BYTES if self.is_local else None)
-
     def write(self, path: str, data: bytes, *, is_new: bool = False) -> None:
         """Write an object atomically. is_new: raise FileExistsError if there is one."""
+        place = self._place(path)
         # A missing folder is a failure here: it cannot be made, as the share is not mounted.
         with self._asked(*[FileExistsError] * is_new):
-            if self.is_local:
-                write_whole(self._place(path), data, is_new)
+            if self.is_local:  # fsspec does not write files atomically
+                os.makedirs(os.path.dirname(place), exist_ok=True)
+                link = (lambda made: os.link(made, place)) if is_new else None
+                write_file(Path(place), [data], link, mode=0o666)
             else:
-                mode = "create" if is_new else "overwrite"
-                self._fs.pipe_file(self._place(path), data, mode=mode)
+                self._fs.pipe_file(place, data, mode="create" if is_new else "overwrite")
 
     def info(self, path: str) -> ObjectInfo:
         """Size and time of an object. Raises FileNotFoundError."""
@@ -133,40 +119,13 @@ class Objects:
             return _info(self._fs.info(self._place(path)))
 
     def listed(self, path: str) -> dict[str, ObjectInfo]:
-        """All objects below a folder, by their paths relative to it.
+        """The objects below a folder, by their paths.
 
-        In a local folder, unfinished files that killed processes left are deleted.
+        Some file systems leave out folders that cannot be read.
         """
-        folder = self._place(path)
         with self._asked():
-            found = {name: _info(info) for name, info in self._find(folder).items()}
-            for name in [name for name in found if self.is_local and _UNFINISHED.fullmatch(name)]:
-                if found.pop(name).modified_at < time.time() - LEFT_S:
-                    with suppress(OSError):
-                        os.unlink(name)
-        return {name[len(folder) + 1 :]: info for name, info in found.items()}
-
-    def _find(self, folder: str) -> dict[str, Mapping[str, Any]]:
-        """Fsspec's information on all files below a folder, by full path.
-
-        Buckets list a whole prefix per request. Elsewhere fsspec's ``find`` omits folders that
-        cannot be read, and a chunk that is not listed counts as deleted; so folders are listed
-        here, one by one.
-        """
-        from fsspec.asyn import AsyncFileSystem
-
-        if isinstance(self._fs, AsyncFileSystem):
-            return dict(self._fs.find(folder, detail=True))
-        found: dict[str, Mapping[str, Any]] = {}
-        folders = [folder]
-        while folders:
-            with suppress(FileNotFoundError):  # the folder does not exist, or was just deleted
-                for info in self._fs.ls(folders.pop(), detail=True):
-                    if info["type"] == "directory":
-                        folders.append(info["name"])
-                    else:
-                        found[info["name"]] = info
-        return found
+            found = self._fs.find(self._place(path), detail=True)
+        return {name[len(self.root) + 1 :]: _info(info) for name, info in found.items()}
 
     def names(self, path: str) -> list[str]:
         """The names in a folder; none if the folder does not exist."""
@@ -202,28 +161,7 @@ class Objects:
             raise CacheMiss("io", f"{self.url}: {why}") from error
 
 
-def read_regular(file: str, n_bytes: int | None) -> bytes:
-    """A regular file, or its first ``n_bytes``; nothing of a link, pipe, device or folder.
-
-    Otherwise whoever may write the place could make readers wait forever, or exhaust their memory.
-    """
-    try:
-        with open_regular(Path(file)) as opened, BufferedReader(opened) as buffered:
-            return buffered.read(-1 if n_bytes is None else n_bytes)
-    except NotAFile:
-        return b""
-
-
-def write_whole(file: str, data: bytes, is_new: bool) -> None:
-    """Write a file atomically, as an object store does."""
-    path = Path(file)
-    os.makedirs(path.parent, exist_ok=True)
-    write_file(path, [data], (lambda made: os.link(made, path)) if is_new else None, mode=0o666)
-
-
 def _info(info: Mapping[str, Any]) -> ObjectInfo:
-    """What a file system says of an object; a link, pipe, device or folder counts as empty."""
     when = next((info[name] for name in _TIMES if info.get(name)), 0.0)
     at = when.timestamp() if isinstance(when, datetime) else float(when)
-    is_file = info["type"] == "file" and not info.get("islink")
-    return ObjectInfo(n_bytes=int(info["size"] or 0) if is_file else 0, modified_at=at)
+    return ObjectInfo(n_bytes=int(info["size"] or 0), modified_at=at)

@@ -23,10 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samkv_integrations.cache.chunk import FORMAT_VERSION, Fingerprint
-from samkv_integrations.cache.files.atomic import folder_named
+from samkv_integrations.cache.chunk import FORMAT_VERSION
 from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.files.folder import ChunkFolder, check_of
+from samkv_integrations.cache.files.folder import ChunkFolder, check_of, folder_named
 from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.remote.objects import ObjectInfo, Objects
 from samkv_integrations.cache.store import Outage
@@ -38,9 +37,6 @@ ASKED_S = 10.0
 REFRESH_S = 60.0
 """Seconds between two looks for chunks that other machines have put or deleted."""
 
-FINGERPRINTS_S = 30.0
-"""Seconds for which the remote fingerprints are remembered."""
-
 HEAD_BYTES = 1 << 18
 """Bytes read of a chunk file to index it: header, token ids and text, unless the text is long."""
 
@@ -51,9 +47,7 @@ SLICE = 64
 """New chunks whose heads are read at a time, so that the fetches of a question get their turn."""
 
 _MARKER = "store.json"
-_MAX_AGREED = 1 << 16
 _NAME = re.compile("[0-9a-f]{32}")
-_CHUNK = re.compile(r"[0-9a-f]{2}/([0-9a-f]{32})\.safetensors")
 _log = logging.getLogger(__name__)
 _FAILS = (
     "caches cannot be shared with the remote tier (%s); those that cannot be fetched are computed, "
@@ -70,15 +64,10 @@ def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Ob
     objects = Objects(url, options)
     if objects.is_local:
         place, own = folder_named("remote", objects.root).resolve(), folder.resolve()
-        if place.is_relative_to(own):
+        if place.is_relative_to(own) or own.is_relative_to(place):
             raise InvalidOption(
-                f"remote={url!r} is in {folder}, the folder of the store itself; name a place "
-                "outside, which other machines reach"
-            )
-        if own.is_relative_to(place):
-            raise InvalidOption(
-                f"{folder}, the folder of the store, is in remote={url!r}: other machines would "
-                "read its secret there; name a folder of this machine outside"
+                f"remote={url!r} and {folder}, the folder of the store, lie in each other: other "
+                "machines would read the store's secret; name a place outside"
             )
     return objects
 
@@ -108,22 +97,20 @@ class SharedTier:
         self._space = blake2b(
             namespace.encode(), key=files.secret, digest_size=16, person=b"samkv space"
         ).hexdigest()
+        self._chunk = re.compile(
+            rf"{self._space}/([0-9a-f]{{32}})/[0-9a-f]{{2}}/([0-9a-f]{{32}})\.safetensors"
+        )
         self._is_checked = False
         self._lock = threading.Lock()
-        self._coming: dict[Place, Future[None]] = {}
-        self._fingerprints: tuple[float, list[Fingerprint]] = (0.0, [])
-        self._refreshes_at = 0.0
-        self._outage = Outage(_FAILS)
+        self._coming: dict[Place, Future[int]] = {}
+        self._refreshes_at = self._models_at = 0.0
+        self.outage = Outage(_FAILS)
         try:
             self._read_marker()
         except CacheMiss as miss:
-            self.tell(miss)
+            self.outage.tell(miss)
         else:
             self.refresh_soon()
-
-    def tell(self, error: SamkvError) -> None:
-        """Log a failure: a warning the first time, at DEBUG from then on."""
-        self._outage.tell(error)
 
     # -- the marker -----------------------------------------------------------------------------
 
@@ -144,7 +131,7 @@ class SharedTier:
         known, _, url = str(self._index.setting(setting) or "").partition(" ")
         mine = {"format_version": FORMAT_VERSION, "secret_check": check_of(self._files.secret)}
         try:
-            found = self._read_json(_MARKER)
+            found = self._marker()
         except FileNotFoundError as error:
             if url == self.url and not begins:
                 why = (
@@ -156,7 +143,7 @@ class SharedTier:
             text = json.dumps({**mine, "identity": secrets.token_hex(8)})
             with suppress(FileExistsError):  # another machine was faster
                 self.objects.write(_MARKER, text.encode(), is_new=True)
-            found = self._read_json(_MARKER)
+            found = self._marker()
         if found.get("secret_check") != mine["secret_check"]:
             raise StoreError(
                 f"{self.url} holds chunk caches that were written under another secret; next step: "
@@ -177,6 +164,15 @@ class SharedTier:
             if known not in ("", identity):
                 _log.warning("%s is new; 'samkv store push' sends what is here", self.url)
         self._is_checked = True
+
+    def _marker(self) -> dict[str, Any]:
+        """Raises FileNotFoundError, StoreError if it is damaged."""
+        try:
+            return {**json.loads(self.objects.read(_MARKER))}
+        except BAD_JSON as error:
+            raise StoreError(
+                f"{self.url}/{_MARKER} is damaged; next step: delete it, or name another place"
+            ) from error
 
     def _check(self) -> None:
         if not self._is_checked:
@@ -208,25 +204,20 @@ class SharedTier:
         False if the place does not answer.
         """
         self.refresh_soon()
-        with suppress(StoreError):
-            if self._index.is_shared(digest, key):
-                return True
-        return self.info(digest, key) is not None
-
-    def info(self, digest: str, key: str) -> ObjectInfo | None:
-        """Size and time of a chunk's object; None if there is none, or the place is gone."""
         with suppress(CacheMiss, StoreError, FileNotFoundError):
-            self._check()
-            return self.objects.info(self._path((digest, key)))
-        return None
+            if not self._index.is_shared(digest, key):
+                self._check()
+                self.objects.info(self._path((digest, key)))
+            return True
+        return False
 
-    def begin(self, key: str, digest: str) -> Future[None]:
+    def begin(self, key: str, digest: str) -> Future[int]:
         """Begin to fetch a chunk, unless that has begun already."""
         place = (digest, key)
         with self._lock:
             found = self._coming.get(place)
             if found is None:
-                found = self._coming[place] = self.objects.pool.submit(self._fetch, place)
+                found = self._coming[place] = self.objects.pool.submit(self.bring, place)
                 found.add_done_callback(lambda _: self._coming.pop(place, None))
             return found
 
@@ -236,50 +227,37 @@ class SharedTier:
         Raises CacheMiss: "absent", "corrupt", or "io" if it takes longer than a question waits, or
         if the folder has no room for it.
         """
-        is_gone = self.objects.is_gone
+        if self.objects.is_gone:
+            raise self.objects.gone()
         try:
-            self.begin(key, digest).result(0 if is_gone else ASKED_S)
+            self.begin(key, digest).result(ASKED_S)
         except TooLate as error:
-            if is_gone:  # no new failure, so the outage is not made longer
-                raise self.objects.gone() from error
             why = f"takes longer than {ASKED_S:.0f} s"
             self.objects.give_up(why)  # the next chunk does not wait as long again
             raise CacheMiss("io", f"{self.url} {why}") from error
         except (StoreError, OSError) as error:
             raise CacheMiss("io", str(error)) from error
 
-    def _fetch(self, place: Place) -> None:
-        if self._files.is_gone(*place):  # else another request has just fetched it
-            self.bring(place)
-
     def bring(self, place: Place) -> int:
-        """Fetch a chunk into the folder, all of it verified; its bytes.
+        """Fetch a chunk into the folder, all of it verified; its bytes, 0 if it is there.
 
         Raises CacheMiss or StoreError. A damaged object stays until a machine computes the chunk,
         and puts it again.
         """
         digest, key = place
+        if not self._files.is_gone(digest, key):  # another request has just fetched it
+            return 0
         since = self._index.deletions(self._namespace)  # a deletion meanwhile wins
 
         def verified(file: Path) -> Entry:
-            with self._opened(file, place) as chunk:
+            with self._opened(file, place[1]) as chunk:
                 chunk.verify()
-                return replace(Entry.of_file(chunk), unless_deleted_since=since)
+                return Entry.of_file(chunk)
 
-        data = self._get(place, self._size_of_local(place))
-        self._files.put(key, digest, [data], verified)
-        self.mark([place])
+        data = self._get(place)
+        self._files.put(key, digest, [data], verified, since)
+        self._mark([place])
         return len(data)
-
-    def _size_of_local(self, place: Place) -> int | None:
-        """Bytes of a chunk by its header, if the remote tier is a folder; None in a bucket.
-
-        Whoever may write the folder can make a file of any size.
-        """
-        if not self.objects.is_local:
-            return None
-        with self._opened(Path(self.objects.root, self._path(place)), place) as chunk:
-            return chunk.layout.file_size(chunk.key)
 
     def _get(self, place: Place, n_bytes: int | None = None) -> bytes:
         """A chunk's file, or its first ``n_bytes``."""
@@ -289,23 +267,16 @@ class SharedTier:
         except FileNotFoundError as error:
             raise CacheMiss("absent", f"{self.url}: {place[1]}") from error
 
-    def _opened(self, file: Path, place: Place) -> ChunkFile:
-        digest, key = place
-        chunk = ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
-        if (found := chunk.layout.fingerprint.digest) != digest:
-            chunk.close()
-            raise CacheMiss("fingerprint", f"{self.url}: {found}")
-        return chunk
+    def _opened(self, file: Path, key: str) -> ChunkFile:
+        return ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
 
-    def share(self, entry: Entry, data: bytes) -> bool:
-        """Put a chunk into the remote tier; whether it worked. If not, `push` does it later."""
+    def share(self, place: Place) -> None:
+        """Send a chunk that was just put into the folder. If that fails, `push` does it later."""
         try:
             self._read_marker()
-            self.objects.write(self._path((entry.digest, entry.key)), data)
-        except (CacheMiss, StoreError) as error:
-            self.tell(error)
-            return False
-        return True
+            self.send(place)
+        except (CacheMiss, StoreError, OSError) as error:
+            self.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
 
     def send(self, place: Place) -> int:
         """Copy a chunk of the folder to the remote tier; its bytes, 0 if it has gone.
@@ -320,13 +291,17 @@ class SharedTier:
         except FileNotFoundError:  # evicted meanwhile
             return 0
         self.objects.write(self._path(place), data)
-        self.mark([place])
+        # A deletion deletes the chunk here first, and then there. One that was there already when
+        # the chunk was sent is seen here: its row is gone.
+        if not self._mark([place]):
+            self.objects.remove(self._path(place))
         return len(data)
 
-    def mark(self, places: Collection[Place]) -> None:
-        """Note in the index that chunks are in the remote tier."""
+    def _mark(self, places: Collection[Place]) -> bool:
+        """Note in the index that chunks are in the remote tier; whether it knows one of them."""
         with suppress(StoreError):  # `push` sends again what is not marked
-            self._index.mark_shared(self._namespace, places)
+            return self._index.mark_shared(self._namespace, places)
+        return True
 
     def delete(self, keys: Collection[str]) -> set[str]:
         """Delete chunks of every fingerprint; the keys of those that were there.
@@ -335,12 +310,9 @@ class SharedTier:
         """
         self.check_answers()
         with _answering("not all can be deleted from the remote tier"):
-            digests = self._digests()
-            places = [(d, k) for d in digests for k in keys if _NAME.fullmatch(k)]
+            places = [(d, k) for d in self._digests() for k in keys if _NAME.fullmatch(k)]
             gone = self.objects.pool.map(self._remove, places)
-            deleted = {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
-        self._fingerprints = (0.0, [])
-        return deleted
+            return {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
 
     def _remove(self, place: Place) -> bool:
         try:
@@ -353,16 +325,13 @@ class SharedTier:
 
     def listed(self) -> dict[Place, ObjectInfo]:
         """All chunks. Raises StoreError if the place does not answer."""
-        found: dict[Place, ObjectInfo] = {}
         with _answering():
-            for digest in self._digests():
-                found |= self._list(digest)
-        return found
+            return self._list(self._space)
 
-    def _list(self, digest: str) -> dict[Place, ObjectInfo]:
-        listed = self.objects.listed(f"{self._space}/{digest}")
-        named = ((_CHUNK.fullmatch(name), info) for name, info in listed.items())
-        return {(digest, name[1]): info for name, info in named if name}
+    def _list(self, folder: str) -> dict[Place, ObjectInfo]:
+        found = self.objects.listed(folder)
+        named = ((self._chunk.fullmatch(name), info) for name, info in found.items())
+        return {(name[1], name[2]): info for name, info in named if name}
 
     def _digests(self) -> list[str]:
         return [name for name in self.objects.names(self._space) if _NAME.fullmatch(name)]
@@ -375,7 +344,7 @@ class SharedTier:
                 if not self.objects.is_gone:
                     self.refresh()
             except SamkvError as error:
-                self.tell(error)
+                self.outage.tell(error)
 
         with self._lock:
             if time.monotonic() < self._refreshes_at:
@@ -391,72 +360,63 @@ class SharedTier:
         self.check_answers()
         before = self._index.shared(self._namespace)
         listed = self.listed()  # after `before`: chunks that are put meanwhile are not deleted
-        gone = sorted({key for digest, key in before if (digest, key) not in listed})
+        with _answering():  # each is asked for: a list may lack what cannot be read
+            gone = [place for place in before - listed.keys() if self._is_gone(place)]
         if gone:
             self.check_answers()  # a share that was unmounted meanwhile is listed as empty
-            self._files.delete(self._namespace, gone)
+            self._files.delete(self._namespace, sorted({key for _, key in gone}))
         places = self._index.places(self._namespace, PRESENT, EVICTED, LOST)
         known = {(digest, key) for digest, key, _ in places}
-        self.mark(listed.keys() & known)
+        self._mark(listed.keys() & known)
         new = sorted(listed.keys() - known)
         for begin in range(0, len(new), SLICE):
-            heads = self.objects.pool.map(
-                lambda place: self._head(place, listed[place].n_bytes), new[begin : begin + SLICE]
-            )
-            self._index.learn([entry for entry in heads if entry])
+            self._learn(new[begin : begin + SLICE], listed)
         return listed
 
-    def _head(self, place: Place, size: int) -> Entry | None:
+    def _is_gone(self, place: Place) -> bool:
+        try:
+            self.objects.info(self._path(place))
+        except FileNotFoundError:
+            return True
+        return False
+
+    def learn_models(self) -> None:
+        """Index a chunk of each fingerprint that has none here, at most every `REFRESH_S`."""
+        if time.monotonic() < self._models_at:
+            return
+        try:
+            self._check()
+            found = self._index.fingerprints(self._namespace)
+            for digest in set(self._digests()) - {made_by.digest for made_by in found}:
+                listed = self._list(f"{self._space}/{digest}")
+                self._learn(list(listed)[:1], listed)
+            self._models_at = time.monotonic() + REFRESH_S
+        except (CacheMiss, StoreError) as error:
+            self.outage.tell(error)
+
+    def _learn(self, places: Collection[Place], listed: Mapping[Place, ObjectInfo]) -> None:
+        """Index chunks of the remote tier, without their entries."""
+        heads = self.objects.pool.map(lambda place: self._head(place, listed[place]), places)
+        self._index.learn([entry for entry in heads if entry])
+
+    def _head(self, place: Place, info: ObjectInfo) -> Entry | None:
         """The index entry of a remote chunk, from its first bytes; None if it is damaged."""
-        for n_bytes in (HEAD_BYTES, min(size, MOST_HEAD_BYTES)):
+        for n_bytes in (HEAD_BYTES, MOST_HEAD_BYTES):
             with suppress(CacheMiss, OSError), TemporaryDirectory("samkv") as folder:
                 file = Path(folder) / "head"
                 file.write_bytes(self._get(place, n_bytes))
-                os.truncate(file, size)  # the rest is a hole: only the head is read
-                with self._opened(file, place) as chunk:
-                    return Entry.of_file(chunk)
+                os.truncate(file, info.n_bytes)  # the rest is a hole: only the head is read
+                with self._opened(file, place[1]) as chunk:
+                    return replace(Entry.of_file(chunk), used_at=info.modified_at)
         return None
 
-    def fingerprints(self) -> list[Fingerprint]:
-        """Those that have chunks; none if the remote tier does not answer."""
-        until, found = self._fingerprints
-        if time.monotonic() < until:
-            return found
-        found = []
-        try:
-            self._check()
-            known = {each.digest: each for each in self._index.fingerprints(are_present=False)}
-            for digest in self._digests():
-                for place, info in self._list(digest).items():
-                    if digest not in known and (entry := self._head(place, info.n_bytes)):
-                        known[digest] = Fingerprint(**entry.fields)
-                    if digest in known:
-                        found.append(known[digest])
-                        break
-        except (CacheMiss, StoreError) as error:
-            self.tell(error)
-        else:
-            self._fingerprints = (time.monotonic() + FINGERPRINTS_S, found)
-        return found
-
     # -- notes ----------------------------------------------------------------------------------
-
-    def agree(self, name: str, value: int) -> int:
-        """The value of a setting that the first machine has chosen. Raises StoreError."""
-        name = blake2b(name.encode(), digest_size=16).hexdigest()
-        if self.note(name) is None:
-            self.put_note(name, json.dumps({"value": value}), replace=False)
-        with _answering():
-            found = self._read_json(self._note(name)).get("value")
-        if type(found) is not int or not 0 < found <= _MAX_AGREED:
-            raise self._damaged(self._note(name))
-        return found
 
     def note(self, name: str) -> str | None:
         """See `Store.note`; shared by all machines. Raises StoreError if the place is gone."""
         with _answering(), suppress(FileNotFoundError):
             self._check()
-            return self.objects.read_small(self._note(name)).decode(errors="replace")
+            return self.objects.read(self._note(name)).decode(errors="replace")
         return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
@@ -475,15 +435,3 @@ class SharedTier:
 
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"
-
-    def _read_json(self, path: str) -> dict[str, Any]:
-        """A small JSON object. Raises FileNotFoundError, StoreError if it is damaged."""
-        try:
-            return {**json.loads(self.objects.read_small(path))}
-        except BAD_JSON as error:
-            raise self._damaged(path) from error
-
-    def _damaged(self, path: str) -> StoreError:
-        return StoreError(
-            f"{self.url}/{path} is damaged; next step: delete it, or name another place"
-        )
