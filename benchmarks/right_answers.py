@@ -56,21 +56,25 @@ class Candidate:
     label: str
     method: Method
     is_exact: bool = False
+    eviction: str = "none"
 
     @classmethod
     def of(cls, label: str) -> Candidate:
-        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact epic first=8``."""
+        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact epic eviction=quest``."""
         words = label.split()
         is_exact = words[:1] == ["exact"]
         name, *settings = words[is_exact:]
-        method = get_method(name)
+        method, eviction = get_method(name), "none"
         for setting in settings:
             field, _, value = setting.partition("=")
+            if field == "eviction":
+                eviction = value
+                continue
             known = [each for each in option_names(method) if each.split(".")[1] == field]
             if not known:
                 raise InvalidOption(f"{label!r}: {name} has no {field!r}; {option_names(method)}")
             method = with_option(method, f"{known[0]}={value}")
-        return cls(label=label, method=method, is_exact=is_exact)
+        return cls(label=label, method=method, is_exact=is_exact, eviction=eviction)
 
 
 class Judged:
@@ -88,7 +92,9 @@ class Judged:
         """What ``work`` makes of the request, in the model's thread."""
         engine = self._with_beginnings if candidate.is_exact else self.engine
         with engine.resolve(self._prompt, self._documents) as resolved:
-            settings = AnswerSettings.of(method=candidate.method, eviction="none", on_miss="text")
+            settings = AnswerSettings.of(
+                method=candidate.method, eviction=candidate.eviction, on_miss="text"
+            )
             request = engine.request(resolved, settings, self.question.max_new_tokens)
             return engine.scheduler.run(lambda: work(request))
 

@@ -44,7 +44,7 @@ def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
 
 def test_ask_says_what_is_wrong_with_an_eviction(town: Path) -> None:
     ran("ingest", str(town))
-    assert "unknown eviction 'magic'; known: h2o, none" in error_of(
+    assert "unknown eviction 'magic'; known: h2o, infllm, none" in error_of(
         "ask", "x", "--eviction", "magic"
     )
     assert "budget_ratio=7.0" in error_of("ask", "x", "--eviction", "h2o", "--eviction-budget", "7")

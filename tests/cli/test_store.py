@@ -253,4 +253,4 @@ class TestMoving:
         assert rows_of("store", "pull", *place, *there)[0]["n_chunks"] == 0
 
     def test_warm_was_removed(self) -> None:
-        assert "was removed; 'cat" in error_of("store", "warm", "--bytes", "4GB")
+        assert "was removed; read the files: 'cat" in error_of("store", "warm", "--bytes", "4GB")

@@ -182,7 +182,7 @@ async def test_embeddings_of_another_size_are_an_error(town: Town) -> None:
     asking = Town(town.folder, collections=["learned"])
     error = await asking.error(400, "POST", PATH, {"question": QUESTION})
     assert "dimension" in error["message"]
-    assert "samkv ingest" in error["message"]
+    assert "embed with the model" in error["message"]
     open_collection(town.folder / "chroma", "nothing", create=True)
     empty = Town(town.folder, collections=["nothing"])
     error = await empty.error(400, "POST", PATH, {"question": QUESTION})

@@ -127,6 +127,9 @@ def test_none_that_is_enough_is_full_prefill_and_a_reason() -> None:
     assert not found.held_out
     assert recommended(found, SETTINGS, 3.0, "notes") is None
 
+
+def test_no_more_than_a_few_are_tried_on_held_out_questions() -> None:
+    found = run(Fake(lambda label, number: number not in HELD_OUT))
     assert len(found.held_out) == MOST_TRIED and found.chosen is None
     assert found.why.startswith("no faster setting")
 

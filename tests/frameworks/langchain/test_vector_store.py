@@ -464,7 +464,7 @@ class TestComponent:
     def test_a_database_that_is_open_in_another_way(self, engine: Engine, tmp_path: Path) -> None:
         theirs = Chroma("town", Letters(), str(tmp_path / "chroma"))
         theirs.add_texts(TEXTS[:2], ids=["a", "b"])
-        with pytest.raises(InvalidOption, match="can be given as client.*different settings"):
+        with pytest.raises(InvalidOption, match="give that client as client=.*different settings"):
             open_store(engine, tmp_path)
         ours = SamKVChroma("town", Letters(), client=client_of(theirs), engine=engine)
         assert ours.kv_link.sync().n_cached == 2
