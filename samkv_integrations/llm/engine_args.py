@@ -155,7 +155,7 @@ def _model_of(source: ModelSource) -> Model:
         return model
     return load_model(
         source.model_name, device=source.device_map or "cpu", dtype=source.dtype,
-        tokenizer=tokenizer, model_kwargs=source.model_kwargs,
+        weights=source.weights, tokenizer=tokenizer, model_kwargs=source.model_kwargs,
         tokenizer_kwargs=source.tokenizer_kwargs,
     )  # fmt: skip
 

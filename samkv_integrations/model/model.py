@@ -10,7 +10,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
-from samkv_integrations.model.attention import Attend, _samkv_attention, attention
+from samkv_integrations.model.attention import (
+    Attend,
+    _samkv_attention,
+    attention,
+    for_single_token,
+)
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -35,6 +40,7 @@ from samkv_integrations.model.families import (
     windows_of,
 )
 from samkv_integrations.model.identity import Identity, kind_of
+from samkv_integrations.model.packed_weights import packed_products, unpacked_of
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.model.supported import (
     context_window_of,
@@ -149,7 +155,9 @@ class Model:
     @cached_property
     def layer_parameters(self) -> int:
         """Numbers in the weights of one layer."""
-        return sum(weight.numel() for weight in self._decoder.layers[0].parameters())
+        layer = self._decoder.layers[0]
+        n_unpacked = sum(each.n_rows * each.n_columns for _, each in unpacked_of(layer))
+        return n_unpacked + sum(weight.numel() for weight in layer.parameters())
 
     @property
     def dtype_name(self) -> str:
@@ -339,6 +347,20 @@ class Model:
                 sin = torch.zeros_like(cos)
             turns.append((cos.to(device), sin.to(device)))
         return Rotation(turns=turns, kinds=[kinds.index(kind) for kind in of_layers])
+
+    @contextmanager
+    def decoding(self, n_tokens: int) -> Iterator[None]:
+        """A block in which passes over so many tokens take the products that decoding is faster by.
+
+        Their results differ in the last bits, or as packed weights do; nothing of them may be
+        stored.
+        """
+        is_single = n_tokens == 1
+        with (
+            packed_products(),
+            for_single_token(self.device, self.dtype) if is_single else nullcontext(),
+        ):
+            yield
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
