@@ -29,6 +29,7 @@ from samkv_integrations.model.attention import (
     attention,
     for_single_token,
 )
+from samkv_integrations.model.decode_layer import has_packed_layers, packed_layer
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -40,7 +41,12 @@ from samkv_integrations.model.families import (
     windows_of,
 )
 from samkv_integrations.model.identity import Identity, kind_of
-from samkv_integrations.model.packed_weights import packed_products, unpacked_of
+from samkv_integrations.model.packed_weights import (
+    MOST_TOKENS,
+    PackedLinear,
+    packed_products,
+    unpacked_of,
+)
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.model.supported import (
     context_window_of,
@@ -133,6 +139,8 @@ class Model:
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
+        self._has_packed_layers = has_packed_layers(self.config, self._decoder.layers)
+        self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
         self.special_tokens = SpecialTokens(self.tokenizer)
@@ -355,12 +363,22 @@ class Model:
         Their results differ in the last bits, or as packed weights do; nothing of them may be
         stored.
         """
-        is_single = n_tokens == 1
-        with (
-            packed_products(),
-            for_single_token(self.device, self.dtype) if is_single else nullcontext(),
-        ):
-            yield
+        if self._packed_at != self.identity.generation:
+            self._packed_at = self.identity.generation
+            # who merges an adapter into weights that are in memory has packed ones of before
+            packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+            self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
+        if not self._is_packed:
+            is_single = n_tokens == 1
+            with for_single_token(self.device, self.dtype) if is_single else nullcontext():
+                yield
+            return
+        self._passing.is_packed = self._has_packed_layers and n_tokens <= MOST_TOKENS
+        try:
+            with packed_products():
+                yield
+        finally:
+            self._passing.is_packed = False
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
@@ -380,6 +398,8 @@ class Model:
         hidden = hidden.to(self.layer_devices[index])
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
+        if getattr(self._passing, "is_packed", False):
+            return packed_layer(self._decoder.layers[index], hidden, cos, sin, attend)
         if (halves := self._halves) is not None:
             of_halves = attend
 

@@ -37,7 +37,7 @@ MOST_TOKENS_UNPACKING = 128
 """The same where the weights must be unpacked first, which takes as long as 200 tokens."""
 
 _GROUP = 32
-_BLOCK_NUMBERS = 2**22
+_BLOCK_NUMBERS = 2**20
 """Weights that are unpacked at a time while a model is loaded, and in products by row blocks."""
 
 _MOST_WHOLE = 2**26
@@ -326,7 +326,7 @@ _decoding = _Decoding()
 
 @contextmanager
 def packed_products() -> Iterator[None]:
-    """A block in which this thread multiplies at most `MOST_TOKENS` tokens by packed weights."""
+    """A block in which this thread multiplies few tokens by packed weights."""
     before, _decoding.active = _decoding.active, True
     try:
         yield
@@ -388,16 +388,25 @@ class PackedLinear(nn.Linear):
         self._packed_from = self._version()
 
     def _version(self) -> tuple[int, int] | None:
-        """Which weights in memory these are; they may be changed after they were packed."""
+        """Which weights in memory these are; None if there are none."""
         weight: Tensor | None = self.weight
-        return None if weight is None else (weight.data_ptr(), weight._version)
+        if weight is None:
+            return None
+        return weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+    def is_current(self) -> bool:
+        """Whether the weights in memory are still those that were packed."""
+        return self._packed_from == self._version()
+
+    def packed_product(self, x: Tensor) -> Tensor:
+        """(n, in_features) bfloat16 -> (n, out_features)."""
+        product = self.packed.product(x)
+        return product if self.bias is None else product.add_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_packed = _decoding.active and x.numel() <= self._most_numbers
-        if is_packed and self._packed_from == self._version():
-            product = self.packed.product(x.view(-1, self.in_features))
-            product = product.view(*x.shape[:-1], self.out_features)
-            return product if self.bias is None else product.add_(self.bias)
+        if _decoding.active and x.numel() <= self._most_numbers:
+            rows = self.packed_product(x.view(-1, self.in_features))
+            return rows.view(*x.shape[:-1], self.out_features)
         if self.exact is None:
             return F.linear(x, self.weight, self.bias)
         return self._buffer.product(x, self.exact, self.bias)
