@@ -124,7 +124,8 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
     """Raises InvalidOption if an argument asks for something else than what was given."""
     is_type = source.device_map == model.device.type
     device = model.device.type if is_type else str(model.device)
-    for name, value in {**facts, "device_map": device, "dtype": model.dtype_name}.items():
+    of_model = {"device_map": device, "dtype": model.dtype_name, "weights": model.weights}
+    for name, value in {**facts, **of_model}.items():
         given = getattr(source, name)
         is_unset = given in (None, value) or (name == "model_name" and not given)
         if not is_unset and (given != "auto" or name in facts):

@@ -42,7 +42,7 @@ def packed_layer(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attend: A
     """
     attention, mlp = layer.self_attn, layer.mlp
     n_rows, size = hidden.shape[1], cos.shape[-1]
-    rows = hidden[0]
+    rows: Tensor = hidden[0]
     normed = _normed(layer.input_layernorm, rows)
     query = attention.q_proj.packed_product(normed).view(n_rows, -1, size)
     key = attention.k_proj.packed_product(normed).view(n_rows, -1, size)
@@ -62,7 +62,8 @@ def packed_layer(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attend: A
     normed = _normed(layer.post_attention_layernorm, rows)
     gate = F.silu(mlp.gate_proj.packed_product(normed))
     rows = rows + mlp.down_proj.packed_product(gate * mlp.up_proj.packed_product(normed))
-    return rows[None]
+    rows = rows[None]
+    return rows
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401

@@ -403,7 +403,7 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
                 at += n_left * np.dtype(number).itemsize
             else:
                 order: Any = "big" if self.endianess == GGUFEndian.BIG else "little"
-                memory = memoryview(self._bytes)
+                memory: Any = memoryview(self._bytes)  # type: ignore[arg-type]
                 while n_left and at < len(memory):
                     if of == GGUFValueType.STRING:
                         at += 8 + int.from_bytes(memory[at : at + 8], order)

@@ -165,11 +165,18 @@ class Model:
         """Numbers in the weights of one layer."""
         layer = self._decoder.layers[0]
         n_unpacked = sum(each.n_rows * each.n_columns for _, each in unpacked_of(layer))
-        return n_unpacked + sum(weight.numel() for weight in layer.parameters())
+        n_numbers: int = n_unpacked + sum(weight.numel() for weight in layer.parameters())
+        return n_numbers
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weights(self) -> str:
+        """Whether some are ``packed``, or all ``unpacked``."""
+        is_packed = any(isinstance(each, PackedLinear) for each in self.hf.modules())
+        return "packed" if is_packed else "unpacked"
 
     @property
     def scores_plainly(self) -> bool:

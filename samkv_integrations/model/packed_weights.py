@@ -115,7 +115,8 @@ class FileMatrix:
             at = self._at + first * self._row_bytes
             return self._file.read(at, (last - first) * self._row_bytes).reshape(last - first, -1)
         whole = self._file.read(self._at, self.n_rows * self._row_bytes)
-        return whole.reshape(self.n_rows, -1)[self._order[first:last]]
+        blocks: np.ndarray[Any, np.dtype[np.uint8]] = whole.reshape(self.n_rows, -1)
+        return blocks[self._order[first:last]]
 
     def rows(self, first: int, last: int) -> Tensor:
         return self._values(self.blocks(first, last))
@@ -128,7 +129,7 @@ class FileMatrix:
         import gguf
 
         try:
-            return torch.from_numpy(gguf.dequantize(blocks, self.kind))
+            return torch.tensor(gguf.dequantize(blocks, self.kind))
         except NotImplementedError as error:
             raise UnsupportedModel(
                 f"{str(self._file.path)!r} holds weights of the type {self.kind.name}, which the "
@@ -371,23 +372,23 @@ class PackedLinear(nn.Linear):
     """
 
     def __init__(
-        self, packed: Packed, exact: Tensor | Exact, bias: Tensor | None, buffer: Buffer
+        self, packed: Packed, exact: nn.Parameter | Exact, bias: nn.Parameter | None, buffer: Buffer
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = packed.n_columns, packed.n_rows
         self.packed, self._buffer = packed, buffer
         self.exact: Exact | None = None
-        self.register_parameter("bias", bias)  # type: ignore[arg-type]  # a Parameter or None
+        self.register_parameter("bias", bias)
         self.register_parameter("weight", None)
         most_tokens = MOST_TOKENS
-        if isinstance(exact, Tensor):
-            self.weight = exact  # type: ignore[assignment]  # a Parameter
+        if isinstance(exact, nn.Parameter):
+            self.weight = exact
         else:
             self.exact, most_tokens = exact, MOST_TOKENS_UNPACKING
         self._most_numbers = most_tokens * self.in_features
-        self._packed_from = self._version()
+        self._packed_from = self._stamp()
 
-    def _version(self) -> tuple[int, int] | None:
+    def _stamp(self) -> tuple[int, int] | None:
         """Which weights in memory these are; None if there are none."""
         weight: Tensor | None = self.weight
         if weight is None:
@@ -396,7 +397,7 @@ class PackedLinear(nn.Linear):
 
     def is_current(self) -> bool:
         """Whether the weights in memory are still those that were packed."""
-        return self._packed_from == self._version()
+        return self._packed_from == self._stamp()
 
     def packed_product(self, x: Tensor) -> Tensor:
         """(n, in_features) bfloat16 -> (n, out_features)."""
