@@ -51,8 +51,8 @@ def packed_layer(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attend: A
         query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
     n_heads = query.shape[1]
     turned = torch.cat((query, key), 1)
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    turning_sin = torch.cat((-sin[:, : size // 2], sin[:, size // 2 :]), 1)
+    turned = turned * cos[:, None] + turned.roll(size // 2, -1) * turning_sin[:, None]
     turned, value = turned.transpose(0, 1)[None], value.transpose(0, 1)[None]
     output = attend(
         attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling

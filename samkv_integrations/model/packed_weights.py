@@ -21,12 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samkv_integrations.errors import ModelNotFound, UnsupportedModel
+from samkv_integrations.model.gguf_blocks import parts_of, values_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,15 +76,15 @@ class OpenFile:
         found = os.fstat(self._file.fileno())
         return found.st_size, found.st_mtime_ns
 
-    def read(self, at: int, n_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes from ``at`` on."""
+    def read(self, at: int, n_bytes: int) -> Tensor:
+        """(n_bytes,) uint8: the bytes from ``at`` on."""
         data = os.pread(self._file.fileno(), n_bytes, at)
         if len(data) != n_bytes or self._stamped() != self._stamp:
             raise ModelNotFound(
                 f"{str(self.path)!r} was changed after the model was loaded, which reads its "
                 "weights; load the model again"
             )
-        return np.frombuffer(data, np.uint8)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class FileMatrix:
@@ -107,29 +107,30 @@ class FileMatrix:
         n_numbers, n_bytes = GGML_QUANT_SIZES[kind]
         self._row_bytes = self.n_columns // n_numbers * n_bytes
         self._file, self._at = file, at
-        self._order = None if order is None else order.numpy()
+        self._order = order
 
-    def blocks(self, first: int, last: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """(last - first, bytes of a row): the rows as they are in the file."""
+    def blocks(self, first: int, last: int) -> Tensor:
+        """(last - first, bytes of a row) uint8: the rows as they are in the file."""
         if self._order is None:
             at = self._at + first * self._row_bytes
-            return self._file.read(at, (last - first) * self._row_bytes).reshape(last - first, -1)
+            return self._file.read(at, (last - first) * self._row_bytes).view(last - first, -1)
         whole = self._file.read(self._at, self.n_rows * self._row_bytes)
-        blocks: np.ndarray[Any, np.dtype[np.uint8]] = whole.reshape(self.n_rows, -1)
-        return blocks[self._order[first:last]]
+        return whole.view(self.n_rows, -1)[self._order[first:last]]
 
     def rows(self, first: int, last: int) -> Tensor:
         return self._values(self.blocks(first, last))
 
     def rows_at(self, indices: list[int]) -> Tensor:
         """(indices, n_columns) float32."""
-        return self._values(np.concatenate([self.blocks(row, row + 1) for row in indices]))
+        return self._values(torch.cat([self.blocks(row, row + 1) for row in indices]))
 
-    def _values(self, blocks: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
+    def _values(self, blocks: Tensor) -> Tensor:
+        if (parts := parts_of(self.kind, blocks)) is not None:
+            return values_of(parts)
         import gguf
 
         try:
-            return torch.tensor(gguf.dequantize(blocks, self.kind))
+            return torch.tensor(gguf.dequantize(blocks.numpy(), self.kind))
         except NotImplementedError as error:
             raise UnsupportedModel(
                 f"{str(self._file.path)!r} holds weights of the type {self.kind.name}, which the "
@@ -237,7 +238,12 @@ def pack(matrix: Exact) -> Packed:
     if isinstance(matrix, FileMatrix) and has_4_bits(matrix.kind, shape):
         in_4_bits = Int4Matrix(shape)
         for first, last in row_blocks(matrix):
-            in_4_bits.fill(first, *_parts_of(matrix.kind, matrix.blocks(first, last)))
+            parts = parts_of(matrix.kind, matrix.blocks(first, last))
+            assert parts is not None
+            codes, scale, offset = parts
+            if offset is None:  # its codes are signed
+                codes, offset = codes + 8, -8 * scale
+            in_4_bits.fill(first, codes, scale, offset)
         return in_4_bits
     in_8_bits = Int8Matrix(shape)
     for first, last in row_blocks(matrix):
@@ -254,28 +260,6 @@ def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
     """Bytes of a packed matrix."""
     n_numbers = shape[0] * shape[1]
     return n_numbers * 5 // 8 if has_4_bits(kind, shape) else n_numbers + 2 * shape[0]
-
-
-def _parts_of(kind: Any, blocks: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Tensor, ...]:  # noqa: ANN401
-    """Codes (n, columns), scale and offset (n, columns / 32) of rows of blocks with 4 bits."""
-    from gguf.quants import Q4_K
-
-    n = len(blocks)
-    if kind.name == "Q4_K":  # 256 numbers: d, dmin, 8 scales and offsets in 6 bits, codes
-        blocks = blocks.reshape(-1, 144)
-        scale, offset = (torch.tensor(each).float() for each in Q4_K.get_scale_min(blocks[:, 4:16]))
-        d, dmin = (torch.tensor(blocks[:, at : at + 2].copy().view(np.float16)) for at in (0, 2))
-        scale, offset = d.float() * scale, -dmin.float() * offset
-    else:  # 32 numbers: d, in Q4_1 an offset, codes
-        n_floats = 2 if kind.name == "Q4_1" else 1
-        blocks = blocks.reshape(-1, 16 + 2 * n_floats)
-        floats = torch.tensor(blocks[:, : 2 * n_floats].copy().view(np.float16)).float()
-        scale = floats[:, 0]
-        offset = floats[:, 1] if kind.name == "Q4_1" else -8 * scale
-    halves = torch.tensor(blocks[:, -128 if kind.name == "Q4_K" else -16 :])
-    halves = halves.view(-1, _GROUP if kind.name == "Q4_K" else 16)
-    codes = torch.cat((halves & 15, halves >> 4), 1)
-    return codes.view(n, -1), scale.reshape(n, -1), offset.reshape(n, -1)
 
 
 @cache
