@@ -225,8 +225,10 @@ def available_bytes() -> int | None:
         group = Path("/sys/fs/cgroup")
         limit = (group / "memory.max").read_text().strip()
         if limit != "max":
-            found.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
+            used = int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            found.append(int(limit) - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):
         pass  # another system, or no limit
     return min(found, default=None)
 

@@ -139,7 +139,9 @@ class Model:
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
-        self._has_packed_layers = has_packed_layers(self.config, self._decoder.layers)
+        self._has_packed_layers = not self._lies_otherwise and has_packed_layers(
+            self.config, self._decoder.layers
+        )
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
