@@ -205,13 +205,17 @@ def _check_packable(
     options: dict[str, tuple[Any, bool]] = {
         "device": (str(place), place.type == "cpu"),
         "dtype": (dtype, dtype in ("auto", "bfloat16")),
-        "model_kwargs": (sorted(further), weights == "int8" or not further),
+        "model_kwargs": (
+            sorted(further),
+            not further or (weights == "int8" and "device_map" not in further),
+        ),
     }
     for name, (value, is_allowed) in options.items():
         if not is_allowed:
             raise InvalidOption(
                 f"weights={weights!r} with {name}={value!r}; packed weights are for a CPU and "
-                "bfloat16, and those of GGUF files take no model_kwargs; leave out either"
+                "bfloat16; those of GGUF files take no model_kwargs, and others no device_map; "
+                "leave out either"
             )
 
 
