@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,6 @@ from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import WorkingCache
-from samkv_integrations.model.attention import for_single_token
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler, Sampling
 
@@ -52,7 +50,7 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
         return torch.cat(outputs, 2)
 
     # To the layers the answers are tokens of one sequence, which interact in attention only.
-    with for_single_token(model.device, model.dtype) if len(tokens) == 1 else nullcontext():
+    with model.decoding(len(tokens)):
         hidden = model.embed(torch.tensor([list(tokens)]))
         for layer in range(model.n_layers):
             hidden = model.layer(layer, hidden, *rotation.of(layer), attend)

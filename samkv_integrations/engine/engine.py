@@ -102,17 +102,19 @@ class Engine:
         *,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        weights: Literal["auto", "packed", "unpacked", "int8"] = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine for the model ``name``: a hub id, a folder or a GGUF file.
 
-        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the class.
+        device, dtype, weights, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the
+        class.
         """
         check_options(EngineOptions, options)  # before the model is loaded, which takes time
         model = load_model(
-            name, device=device, dtype=dtype, model_kwargs=model_kwargs,
+            name, device=device, dtype=dtype, weights=weights, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
         )  # fmt: skip
         return cls(model, store, **options)

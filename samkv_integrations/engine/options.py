@@ -125,6 +125,9 @@ class ModelOptions(TypedDict, total=False):
     dtype: Annotated[str, Option(default="auto")]
     """'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's; float32 where this
     processor computes bfloat16 slowly."""
+    weights: Annotated[Literal["auto", "packed", "unpacked", "int8"], Option(default="auto")]
+    """How a CPU keeps weights: 'packed' as in the GGUF file, 'unpacked', 'int8' for other
+    checkpoints, or 'auto' as memory allows."""
     model_kwargs: Annotated[dict[str, Any], Option(default={})]
     """Passed to from_pretrained of the model: revision, token, cache_dir, local_files_only and so
     on."""

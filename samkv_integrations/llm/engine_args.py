@@ -123,7 +123,8 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
     """Raises InvalidOption if an argument contradicts the loaded model or engine."""
     is_type = source.device_map == model.device.type
     device = model.device.type if is_type else str(model.device)
-    for name, value in {**facts, "device_map": device, "dtype": model.dtype_name}.items():
+    of_model = {"device_map": device, "dtype": model.dtype_name, "weights": model.weights}
+    for name, value in {**facts, **of_model}.items():
         given = getattr(source, name)
         is_unset = given in (None, value) or (name == "model_name" and not given)
         if not is_unset and (given != "auto" or name in facts):
@@ -154,7 +155,7 @@ def _model_of(source: ModelSource) -> Model:
         return model
     return load_model(
         source.model_name, device=source.device_map or "cpu", dtype=source.dtype,
-        tokenizer=tokenizer, model_kwargs=source.model_kwargs,
+        weights=source.weights, tokenizer=tokenizer, model_kwargs=source.model_kwargs,
         tokenizer_kwargs=source.tokenizer_kwargs,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -149,6 +149,7 @@ if TYPE_CHECKING:
         tokenizer_name: str | None = None
         device_map: str | None = "auto"
         dtype: str = "auto"
+        weights: Literal["auto", "packed", "unpacked", "int8"] = "auto"
         model_kwargs: dict[str, Any] = {}
         tokenizer_kwargs: dict[str, Any] = {}
         kv_dir: str | Path | None = None

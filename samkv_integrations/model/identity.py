@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.model.families import text_config, windows_of
+from samkv_integrations.model.packed_weights import Exact, row_blocks, unpacked_of
 from samkv_integrations.model.supported import refuse_adapters
 
 _PIECE_BYTES = 2**25
@@ -295,6 +296,7 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
                 "quantisation, or in float32 or bfloat16"
             ) from error
         state |= {f"{name}{rest}": part for rest, part in parts.items()}
+    named |= dict.fromkeys(name for name, _ in unpacked_of(hf))
     kept = {name.rpartition(".")[0] for name in named} | {
         name.split(".weight")[0] for name in named
     }
@@ -328,6 +330,13 @@ def weights_digest(hf: PreTrainedModel) -> str:
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
     ]
+    if exact := dict(unpacked_of(hf)):  # as if they were unpacked: chunk caches are shared
+        each_once = {matrix: _hashes_unpacked(matrix) for matrix in exact.values()}
+        found += [
+            (name, str(torch.bfloat16), [matrix.n_rows, matrix.n_columns], each_once[matrix])
+            for name, matrix in exact.items()
+        ]
+        found.sort(key=lambda one: str(one[0]))
     return _hash([*found, readings] if readings else found)
 
 
@@ -338,6 +347,22 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     flat = tensor.detach().reshape(-1)
     return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+
+
+def _hashes_unpacked(matrix: Exact) -> list[str]:
+    """What hashing the pieces of the unpacked matrix comes to, one piece in memory at a time."""
+    piece = torch.empty(_PIECE_BYTES // 2, dtype=torch.bfloat16)
+    hashes, n_held = [], 0
+    for first, last in row_blocks(matrix):
+        values = matrix.rows(first, last).bfloat16().view(-1)
+        while len(values):
+            some, values = values[: len(piece) - n_held], values[len(piece) - n_held :]
+            piece[n_held : n_held + len(some)] = some
+            n_held += len(some)
+            if n_held == len(piece):
+                hashes.append(hash_piece(piece))
+                n_held = 0
+    return [*hashes, hash_piece(piece[:n_held])] if n_held else hashes
 
 
 def hash_piece(piece: Tensor) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub import constants, get_session
@@ -30,14 +30,18 @@ from samkv_integrations.model.gguf_file import (
     SMOLLM2_HUB_ID,
     SMOLLM2_PACKAGE,
     GgufFile,
+    GgufWeights,
     gguf_file_of,
     gguf_tokenizer,
     smollm2,
 )
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.packed_weights import kernels_work, pack_in_8_bits
 from samkv_integrations.model.supported import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
+
+Weights = Literal["auto", "packed", "unpacked", "int8"]
 
 HUB_PATIENCE_S = 3.0
 """Seconds after which a hub that does not answer counts as unreachable."""
@@ -76,6 +80,7 @@ def load_model(
     *,
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
+    weights: Weights = "auto",
     tokenizer: Any = None,  # noqa: ANN401
     model_kwargs: Mapping[str, Any] | None = None,
     tokenizer_kwargs: Mapping[str, Any] | None = None,
@@ -89,7 +94,11 @@ def load_model(
         has tested: ``samkv doctor --device mps`` does.
     dtype: ``float32``, ``bfloat16``, ``float16`` (or those of torch), or ``auto`` for the
         checkpoint's; float32 where this processor computes that slowly (see `is_slow`), and for a
-        GGUF file, whose weights are dequantised.
+        GGUF file, whose weights are dequantised; bfloat16 where they stay packed.
+    weights: how a CPU keeps them. ``packed``: those of a GGUF file stay packed; decoding multiplies
+        them so, and every other pass unpacks layer after layer. ``auto``: in bfloat16 packed, and
+        unpacked besides if both fit into memory; packed if they fit only so; else unpacked.
+        ``int8``: those of another checkpoint are rounded to 8 bits, with a scale a row.
     tokenizer: a loaded one in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``. ``quantization_config`` of transformers
@@ -98,6 +107,8 @@ def load_model(
     """
     dtype = str(dtype).removeprefix("torch.")
     _check_dtype(dtype)
+    if weights not in get_args(Weights):
+        raise InvalidOption(f"weights={weights!r}; allowed: {', '.join(get_args(Weights))}")
     place, further = device_of(device), dict(model_kwargs or {})
     if "device_map" in further and device != "auto":
         raise InvalidOption(
@@ -110,9 +121,20 @@ def load_model(
     is_fast = name == "builtin" or gguf_file is not None
     with _loading("model", name, further, hides_progress=is_fast):
         if gguf_file is not None:
-            weights_dtype = getattr(torch, "float32" if dtype == "auto" else dtype)
-            hf: Any = GgufFile(gguf_file).model(weights_dtype, further)
+            file = GgufFile(gguf_file)
+            file.config()  # refuses what cannot be read, before a tokenizer is
+            kept, kept_dtype = _as_it_fits(file, weights, dtype, place, further)
+            if kept == "packed" and tokenizer is None:  # takes memory for a while
+                tokenizer = load_tokenizer(name, tokenizer_kwargs)
+            hf: Any = file.model(kept_dtype, further, kept)
         else:
+            if weights == "packed":
+                raise InvalidOption(
+                    f"weights='packed', but {name!r} is no GGUF file; give one, or weights='int8'"
+                )
+            if weights == "int8":
+                _check_packable(weights, dtype, place, further)
+                dtype = "bfloat16" if kernels_work() else dtype
             asked = _as_reachable(source, further)
             config = AutoConfig.from_pretrained(source, **asked)
             refuse_unsupported(config)
@@ -122,6 +144,8 @@ def load_model(
                 asked.setdefault("device_map", {"": place})  # they are packed where they stay
             auto: Any = AutoModelForCausalLM
             hf = auto.from_pretrained(source, dtype=dtype, **asked)
+            if weights == "int8" and kernels_work():
+                pack_in_8_bits(hf)
         if not hasattr(hf, "hf_device_map"):
             hf = hf.to(place)
     if tokenizer is None:
@@ -132,6 +156,85 @@ def load_model(
 def _check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
+
+
+def _as_it_fits(
+    file: GgufFile, weights: str, dtype: str, place: torch.device, further: Mapping[str, Any]
+) -> tuple[GgufWeights, torch.dtype]:
+    """How the weights of a file are kept, and in which dtype the model computes.
+
+    Raises InvalidOption for options that contradict each other, and if packed weights do not fit.
+    """
+    unpacked = getattr(torch, "float32" if dtype == "auto" else dtype)
+    available = available_bytes()
+
+    def fits(kept: GgufWeights, dtype: torch.dtype) -> bool:
+        return available is None or file.n_bytes(dtype, kept) * _SPARE <= available
+
+    if weights == "int8":
+        raise InvalidOption(
+            f"weights='int8' rounds other checkpoints, and {str(file.path)!r} is a GGUF file; give "
+            "weights='packed'"
+        )
+    if weights == "packed":
+        _check_packable(weights, dtype, place, further)
+    is_packable = place.type == "cpu" and not further and dtype in ("auto", "bfloat16")
+    is_wanted = weights == "packed" or dtype == "bfloat16" or not fits("unpacked", unpacked)
+    can = weights != "unpacked" and is_packable and is_wanted and file.is_quantised
+    if not (can and kernels_work()):
+        return "unpacked", unpacked
+    if weights == "auto" and dtype == "bfloat16" and fits("both", torch.bfloat16):
+        return "both", torch.bfloat16
+    if not fits("packed", torch.bfloat16):
+        raise InvalidOption(
+            f"{str(file.path)!r} needs {file.n_bytes(torch.bfloat16, 'packed') * _SPARE / 1e9:.1f} "
+            f"GB with packed weights, and {(available or 0) / 1e9:.1f} GB of memory are available; "
+            "give a smaller file, or close other programs"
+        )
+    return "packed", torch.bfloat16
+
+
+_SPARE = 1.1
+"""Memory for weights, over their bytes, so that something is left to compute with."""
+
+
+def _check_packable(
+    weights: str, dtype: str, place: torch.device, further: Mapping[str, Any]
+) -> None:
+    """Raises InvalidOption for options that packed weights do not go with."""
+    options: dict[str, tuple[Any, bool]] = {
+        "device": (str(place), place.type == "cpu"),
+        "dtype": (dtype, dtype in ("auto", "bfloat16")),
+        "model_kwargs": (
+            sorted(further),
+            not further or (weights == "int8" and "device_map" not in further),
+        ),
+    }
+    for name, (value, is_allowed) in options.items():
+        if not is_allowed:
+            raise InvalidOption(
+                f"weights={weights!r} with {name}={value!r}; packed weights are for a CPU and "
+                "bfloat16; those of GGUF files take no model_kwargs, and others no device_map; "
+                "leave out either"
+            )
+
+
+def available_bytes() -> int | None:
+    """Memory that programs can still get, within the limit of the container; None if unknown."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            found.append(int(limit) - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        pass  # another system, or no limit
+    return min(found, default=None)
 
 
 def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,13 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
-from samkv_integrations.model.attention import Attend, _samkv_attention, attention
+from samkv_integrations.model.attention import (
+    Attend,
+    _samkv_attention,
+    attention,
+    for_single_token,
+)
+from samkv_integrations.model.decode_layer import has_packed_layers, packed_layer
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -35,6 +41,12 @@ from samkv_integrations.model.families import (
     windows_of,
 )
 from samkv_integrations.model.identity import Identity, kind_of
+from samkv_integrations.model.packed_weights import (
+    MOST_TOKENS,
+    PackedLinear,
+    packed_products,
+    unpacked_of,
+)
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.model.supported import (
     context_window_of,
@@ -127,6 +139,10 @@ class Model:
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
+        self._has_packed_layers = not self._lies_otherwise and has_packed_layers(
+            self.config, self._decoder.layers
+        )
+        self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
         self.special_tokens = SpecialTokens(self.tokenizer)
@@ -149,11 +165,20 @@ class Model:
     @cached_property
     def layer_parameters(self) -> int:
         """Numbers in the weights of one layer."""
-        return sum(weight.numel() for weight in self._decoder.layers[0].parameters())
+        layer = self._decoder.layers[0]
+        n_unpacked = sum(each.n_rows * each.n_columns for _, each in unpacked_of(layer))
+        n_numbers: int = n_unpacked + sum(weight.numel() for weight in layer.parameters())
+        return n_numbers
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weights(self) -> str:
+        """Whether some are ``packed``, or all ``unpacked``."""
+        is_packed = any(isinstance(each, PackedLinear) for each in self.hf.modules())
+        return "packed" if is_packed else "unpacked"
 
     @property
     def scores_plainly(self) -> bool:
@@ -341,6 +366,30 @@ class Model:
         return Rotation(turns=turns, kinds=[kinds.index(kind) for kind in of_layers])
 
     @contextmanager
+    def decoding(self, n_tokens: int) -> Iterator[None]:
+        """A block in which passes over so many tokens take the products that decoding is faster by.
+
+        Their results differ in the last bits, or as packed weights do; nothing of them may be
+        stored.
+        """
+        if self._packed_at != self.identity.generation:
+            self._packed_at = self.identity.generation
+            # who merges an adapter into weights that are in memory has packed ones of before
+            packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+            self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
+        if not self._is_packed:
+            is_single = n_tokens == 1
+            with for_single_token(self.device, self.dtype) if is_single else nullcontext():
+                yield
+            return
+        self._passing.is_packed = self._has_packed_layers and n_tokens <= MOST_TOKENS
+        try:
+            with packed_products():
+                yield
+        finally:
+            self._passing.is_packed = False
+
+    @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
         """Have the layers of this thread's passes call ``check`` first, which may raise."""
         self._passing.check = check
@@ -358,6 +407,8 @@ class Model:
         hidden = hidden.to(self.layer_devices[index])
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
+        if getattr(self._passing, "is_packed", False):
+            return packed_layer(self._decoder.layers[index], hidden, cos, sin, attend)
         if (halves := self._halves) is not None:
             of_halves = attend
 

@@ -1,0 +1,430 @@
+"""Linear layers whose weights stay packed in memory, and are multiplied packed, on a CPU.
+
+A decoded token reads every weight once, so it takes as long as the bytes of the weights. Blocks of
+Q4_0, Q4_1 and Q4_K become groups of 32 numbers of 4 bits, with a bfloat16 scale and offset each;
+every other kind becomes numbers of 8 bits, with a scale for each row. Only decoding uses these
+products. Every other pass multiplies by the exact weights, so that chunk caches do not depend on
+the packing. See docs/decisions.md for what was measured.
+
+The kernels are private to PyTorch. No other file calls them, and `kernels_work` compares them with
+plain products before a model uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samkv_integrations.errors import ModelNotFound, UnsupportedModel
+from samkv_integrations.model.gguf_blocks import parts_of, values_of
+
+_log = logging.getLogger(__name__)
+
+MOST_TOKENS = 12
+"""Most tokens of a packed product: one in bfloat16 is faster from 16 tokens on (AMD EPYC)."""
+
+MOST_TOKENS_UNPACKING = 128
+"""The same where the weights must be unpacked first, which takes as long as 200 tokens."""
+
+_GROUP = 32
+_BLOCK_NUMBERS = 2**20
+"""Weights that are unpacked at a time while a model is loaded, and in products by row blocks."""
+
+_MOST_WHOLE = 2**26
+"""Weights of the largest matrix that a product unpacks whole; only output matrices are larger."""
+
+
+# -- where exact weights come from -------------------------------------------------------------
+
+
+class Exact(Protocol):
+    """A matrix (n_rows, n_columns) whose exact values are computed when they are asked for."""
+
+    n_rows: int
+    n_columns: int
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """(last - first, n_columns) float32: the rows from ``first`` on, without ``last``."""
+        ...
+
+
+class OpenFile:
+    """A file that stays open, so that a file of the same name cannot take its place.
+
+    Raises ModelNotFound when it is read after it was changed or cut.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        self._stamp = self._stamped()
+
+    def __deepcopy__(self, memo: object) -> OpenFile:
+        return self
+
+    def _stamped(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def read(self, at: int, n_bytes: int) -> Tensor:
+        """(n_bytes,) uint8: the bytes from ``at`` on."""
+        data = os.pread(self._file.fileno(), n_bytes, at)
+        if len(data) != n_bytes or self._stamped() != self._stamp:
+            raise ModelNotFound(
+                f"{str(self.path)!r} was changed after the model was loaded, which reads its "
+                "weights; load the model again"
+            )
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class FileMatrix:
+    """A matrix in a GGUF file.
+
+    Args:
+        file, at: where its bytes begin.
+        kind: the type of its blocks.
+        shape: rows and columns.
+        order: (n_rows,) the row of the file that each row is; None for the same.
+    """
+
+    def __init__(
+        self, file: OpenFile, at: int, kind: Any, shape: tuple[int, int], order: Tensor | None  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        from gguf import GGML_QUANT_SIZES
+
+        self.kind = kind
+        self.n_rows, self.n_columns = shape
+        n_numbers, n_bytes = GGML_QUANT_SIZES[kind]
+        self._row_bytes = self.n_columns // n_numbers * n_bytes
+        self._file, self._at = file, at
+        self._order = order
+
+    def blocks(self, first: int, last: int) -> Tensor:
+        """(last - first, bytes of a row) uint8: the rows as they are in the file."""
+        if self._order is None:
+            at = self._at + first * self._row_bytes
+            return self._file.read(at, (last - first) * self._row_bytes).view(last - first, -1)
+        whole = self._file.read(self._at, self.n_rows * self._row_bytes)
+        return whole.view(self.n_rows, -1)[self._order[first:last]]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self._values(self.blocks(first, last))
+
+    def rows_at(self, indices: list[int]) -> Tensor:
+        """(indices, n_columns) float32."""
+        return self._values(torch.cat([self.blocks(row, row + 1) for row in indices]))
+
+    def _values(self, blocks: Tensor) -> Tensor:
+        if (parts := parts_of(self.kind, blocks)) is not None:
+            return values_of(parts)
+        import gguf
+
+        try:
+            return torch.tensor(gguf.dequantize(blocks.numpy(), self.kind))
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"{str(self._file.path)!r} holds weights of the type {self.kind.name}, which the "
+                "gguf package does not dequantise; give a file of another type, such as Q4_K_M"
+            ) from error
+
+
+def row_blocks(matrix: Exact, n_numbers: int = _BLOCK_NUMBERS) -> Iterator[tuple[int, int]]:
+    """First and last row of blocks of about so many numbers; all but the last of 64 x n rows."""
+    step = max(1, n_numbers // matrix.n_columns // 64) * 64
+    for first in range(0, matrix.n_rows, step):
+        yield first, min(first + step, matrix.n_rows)
+
+
+def unpack(matrix: Exact, first: int, last: int, into: Tensor) -> Tensor:
+    """``into`` (last - first, n_columns), filled with these rows, and no copy of all of them."""
+    step = max(1, _BLOCK_NUMBERS // matrix.n_columns)
+    for at in range(first, last, step):
+        end = min(at + step, last)
+        into[at - first : end - first] = matrix.rows(at, end)
+    return into
+
+
+def unpacked(matrix: Exact, dtype: torch.dtype) -> Tensor:
+    """(n_rows, n_columns) all rows."""
+    into = torch.empty(matrix.n_rows, matrix.n_columns, dtype=dtype)
+    return unpack(matrix, 0, matrix.n_rows, into)
+
+
+# -- packed matrices ---------------------------------------------------------------------------
+
+
+class Int4Matrix:
+    """Numbers of 4 bits, with a scale and an offset for each group of 32.
+
+    Args:
+        shape: rows, a multiple of 16, and columns, a multiple of 32.
+    """
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.n_rows, self.n_columns = shape
+        self._codes = torch.empty(self.n_rows, self.n_columns // 2, dtype=torch.uint8)
+        self._scales = torch.empty(
+            self.n_columns // _GROUP, self.n_rows, 2, dtype=torch.bfloat16
+        )  # fmt: skip
+
+    @property
+    def n_bytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes
+
+    def fill(self, first: int, codes: Tensor, scale: Tensor, offset: Tensor) -> None:
+        """Set the rows from ``first`` on to scale * codes + offset.
+
+        codes: (n, n_columns) from 0 to 15. scale, offset: (n, n_columns / 32).
+        """
+        last = first + len(codes)
+        packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        self._codes[first:last] = packed
+        self._scales[:, first:last, 0] = scale.t()
+        self._scales[:, first:last, 1] = (offset + 8 * scale).t()  # where the kernel's zero is
+
+    def product(self, x: Tensor) -> Tensor:
+        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        # of torch itself, as a call through torch.ops takes 1 us longer
+        return torch._weight_int4pack_mm_for_cpu(x, self._codes, _GROUP, self._scales)
+
+
+class Int8Matrix:
+    """Numbers of 8 bits, with a scale for each row. Its rows are exact for what it holds."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.n_rows, self.n_columns = shape
+        self._codes = torch.empty(shape, dtype=torch.int8)
+        self._scales = torch.empty(self.n_rows, dtype=torch.bfloat16)
+
+    @property
+    def n_bytes(self) -> int:
+        return self._codes.nbytes + self._scales.nbytes
+
+    def fill(self, first: int, values: Tensor) -> None:
+        """Set the rows from ``first`` on to ``values`` (n, n_columns) float32, rounded."""
+        last = first + len(values)
+        scales = (values.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny).bfloat16()
+        self._scales[first:last] = scales
+        codes = (values / scales.float()[:, None]).round_().clamp_(-127, 127)
+        self._codes[first:last] = codes
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self._codes[first:last].float() * self._scales[first:last].float()[:, None]
+
+    def product(self, x: Tensor) -> Tensor:
+        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        return torch._weight_int8pack_mm(x, self._codes, self._scales)
+
+
+Packed = Int4Matrix | Int8Matrix
+
+
+def pack(matrix: Exact) -> Packed:
+    """The matrix packed, block by block; in 4 bits if it is stored so."""
+    shape = matrix.n_rows, matrix.n_columns
+    if isinstance(matrix, FileMatrix) and has_4_bits(matrix.kind, shape):
+        in_4_bits = Int4Matrix(shape)
+        for first, last in row_blocks(matrix):
+            parts = parts_of(matrix.kind, matrix.blocks(first, last))
+            assert parts is not None
+            codes, scale, offset = parts
+            if offset is None:  # its codes are signed
+                codes, offset = codes + 8, -8 * scale
+            in_4_bits.fill(first, codes, scale, offset)
+        return in_4_bits
+    in_8_bits = Int8Matrix(shape)
+    for first, last in row_blocks(matrix):
+        in_8_bits.fill(first, matrix.rows(first, last))
+    return in_8_bits
+
+
+def has_4_bits(kind: Any, shape: tuple[int, int]) -> bool:  # noqa: ANN401
+    """Whether a matrix of this kind is packed in 4 bits."""
+    return kind.name in ("Q4_0", "Q4_1", "Q4_K") and shape[0] % 16 == 0
+
+
+def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
+    """Bytes of a packed matrix."""
+    n_numbers = shape[0] * shape[1]
+    return n_numbers * 5 // 8 if has_4_bits(kind, shape) else n_numbers + 2 * shape[0]
+
+
+@cache
+def kernels_work() -> bool:
+    """Whether the kernels of this PyTorch give the products of unpacked weights; logs if not.
+
+    Only where the processor multiplies bfloat16 itself: elsewhere unpacked weights are in float32.
+    """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _log.warning("weights are unpacked: this processor does not multiply bfloat16")
+        return False
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (144, 64), generator=random)
+    scale = torch.rand(144, 2, generator=random).bfloat16().float()
+    offset = torch.randn(144, 2, generator=random).bfloat16().float()
+    exact = codes * scale.repeat_interleave(32, 1) + offset.repeat_interleave(32, 1)
+    try:
+        with torch.no_grad():
+            in_4_bits, in_8_bits = Int4Matrix((144, 64)), Int8Matrix((144, 64))
+            for first, last in ((0, 128), (128, 144)):
+                rows = slice(first, last)
+                in_4_bits.fill(first, codes[rows], scale[rows], offset[rows])
+                in_8_bits.fill(first, exact[rows])
+            for n_tokens in (1, MOST_TOKENS):
+                x = torch.randn(n_tokens, 64, generator=random).bfloat16()
+                expected = x.float() @ exact.t()
+                for matrix in (in_4_bits, in_8_bits):
+                    error = (matrix.product(x).float() - expected).norm() / expected.norm()
+                    if not error < 0.02:
+                        raise ValueError(f"a product differs by {float(error):.2g}")
+    except (AttributeError, RuntimeError, ValueError, TypeError) as error:  # no such operator
+        _log.warning(
+            "weights are unpacked: PyTorch %s has no products of packed weights here (%s)",
+            torch.__version__, str(error).splitlines()[0],
+        )  # fmt: skip
+        return False
+    return True
+
+
+# -- modules -----------------------------------------------------------------------------------
+
+
+class _Decoding(threading.local):
+    active = False
+
+
+_decoding = _Decoding()
+
+
+@contextmanager
+def packed_products() -> Iterator[None]:
+    """A block in which this thread multiplies few tokens by packed weights."""
+    before, _decoding.active = _decoding.active, True
+    try:
+        yield
+    finally:
+        _decoding.active = before
+
+
+class Buffer:
+    """Memory for one unpacked matrix at a time, which the layers of a model share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values = torch.empty(0, dtype=torch.bfloat16)
+
+    def __deepcopy__(self, memo: object) -> Buffer:
+        return Buffer()
+
+    def product(self, x: Tensor, matrix: Exact, bias: Tensor | None) -> Tensor:
+        """The exact linear layer; of a large one, blocks of rows are unpacked."""
+        n_numbers = matrix.n_rows * matrix.n_columns
+        is_whole = n_numbers <= _MOST_WHOLE
+        products = []
+        with self._lock:
+            for first, last in [(0, matrix.n_rows)] if is_whole else row_blocks(matrix):
+                n_numbers = (last - first) * matrix.n_columns
+                if self._values.numel() < n_numbers:
+                    self._values = torch.empty(n_numbers, dtype=torch.bfloat16)
+                weight = self._values[:n_numbers].view(-1, matrix.n_columns)
+                unpack(matrix, first, last, weight)
+                some = None if bias is None else bias[first:last]
+                products.append(F.linear(x, weight, some))
+        return products[0] if is_whole else torch.cat(products, -1)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that decodes by packed weights, and else multiplies by the exact ones.
+
+    Args:
+        packed: the weights of decoding.
+        exact: the weights of all other passes: in memory, or unpacked into ``buffer``.
+        bias: of the layer.
+    """
+
+    def __init__(
+        self, packed: Packed, exact: nn.Parameter | Exact, bias: nn.Parameter | None, buffer: Buffer
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = packed.n_columns, packed.n_rows
+        self.packed, self._buffer = packed, buffer
+        self.exact: Exact | None = None
+        self.register_parameter("bias", bias)
+        self.register_parameter("weight", None)
+        most_tokens = MOST_TOKENS
+        if isinstance(exact, nn.Parameter):
+            self.weight = exact
+        else:
+            self.exact, most_tokens = exact, MOST_TOKENS_UNPACKING
+        self._most_numbers = most_tokens * self.in_features
+        self._packed_from = self._stamp()
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Which weights in memory these are; None if there are none."""
+        weight: Tensor | None = self.weight
+        if weight is None:
+            return None
+        return weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+    def is_current(self) -> bool:
+        """Whether the weights in memory are still those that were packed."""
+        return self._packed_from == self._stamp()
+
+    def packed_product(self, x: Tensor) -> Tensor:
+        """(n, in_features) bfloat16 -> (n, out_features)."""
+        product = self.packed.product(x)
+        return product if self.bias is None else product.add_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _decoding.active and x.numel() <= self._most_numbers:
+            rows = self.packed_product(x.view(-1, self.in_features))
+            return rows.view(*x.shape[:-1], self.out_features)
+        if self.exact is None:
+            return F.linear(x, self.weight, self.bias)
+        return self._buffer.product(x, self.exact, self.bias)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that reads the rows of its tokens from the file, where they are packed.
+
+    weight: (0, columns), with the type and device of the rows.
+    """
+
+    def __init__(self, exact: FileMatrix) -> None:
+        super().__init__()
+        self.norm_type = 2.0  # as a plain one has it, so that the model's digest is the same
+        self.exact = exact
+        self.weight = torch.empty(0, exact.n_columns, dtype=torch.bfloat16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(...) token ids -> (..., columns)."""
+        found, where = torch.unique(ids, return_inverse=True)
+        return self.exact.rows_at(found.tolist()).bfloat16()[where]
+
+
+def unpacked_of(module: nn.Module) -> Iterator[tuple[str, Exact]]:
+    """The weights of a model that are in none of its parameters, by their names there."""
+    for name, part in module.named_modules():
+        if isinstance(part, PackedLinear | PackedEmbedding) and part.exact is not None:
+            yield f"{name}.weight", part.exact
+
+
+def pack_in_8_bits(hf: nn.Module) -> None:
+    """Round the weights of a model's linear layers to 8 bits, with a scale for each row."""
+    buffer = Buffer()
+    for name, layer in list(hf.named_modules()):
+        if type(layer) is nn.Linear:
+            packed = Int8Matrix((layer.out_features, layer.in_features))
+            for first, last in row_blocks(packed):
+                packed.fill(first, layer.weight.detach()[first:last].float())
+            hf.set_submodule(name, PackedLinear(packed, packed, layer.bias, buffer))

@@ -1,0 +1,331 @@
+"""Packed weights: products are those of the file's values, and nothing that is stored changes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from samkv_integrations import Engine, MemoryStore
+from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
+from samkv_integrations.model import loading, packed_weights
+from samkv_integrations.model.gguf_file import GgufFile
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.packed_weights import (
+    FileMatrix,
+    Int4Matrix,
+    OpenFile,
+    PackedLinear,
+    kernels_work,
+    pack,
+    packed_bytes,
+    packed_products,
+    unpacked,
+)
+from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
+from tests.support.models import byte_tokenizer, hf_model
+
+pytestmark = pytest.mark.skipif(not kernels_work(), reason="no kernels of packed weights here")
+
+IN_4_BITS = (Kind.Q4_0, Kind.Q4_1, Kind.Q4_K)
+KINDS = (*IN_4_BITS, Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0, Kind.Q3_K)
+FLOATS_AT = {
+    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2),
+    Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q8_0: (0,), Kind.Q3_K: (108,),
+}  # fmt: skip
+"""Where a block has its scales in float16."""
+
+TEXTS = ["The first chunk is about the theatre.", "The second one is about the others."]
+
+
+def blocks_of(kind: Kind, n_rows: int, n_columns: int) -> np.ndarray[Any, Any]:
+    """(n_rows, bytes) random blocks; only their scales are not any bytes."""
+    random = np.random.default_rng(int(kind))
+    n_numbers, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (n_rows * n_columns // n_numbers, n_bytes), np.uint8)
+    for at in FLOATS_AT[kind]:
+        scales = random.uniform(0.5, 2, (len(blocks), 1)) * random.choice([-1, 1], (len(blocks), 1))
+        scales = scales.astype(np.float16)
+        blocks[:, at : at + 2] = scales.view(np.uint8)
+    return blocks.reshape(n_rows, -1)
+
+
+def matrix_of(kind: Kind, folder: Path, order: Tensor | None = None) -> tuple[FileMatrix, Tensor]:
+    """A matrix in a file, and its values as the gguf package has them."""
+    blocks, path = blocks_of(kind, 144, 256), folder / "blocks"
+    path.write_bytes(b"before" + blocks.tobytes())
+    values = torch.tensor(gguf.dequantize(blocks, kind))
+    return FileMatrix(OpenFile(path), 6, kind, (144, 256), order), values
+
+
+class TestMatrices:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_product_is_that_of_the_values(
+        self, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(packed_weights, "_BLOCK_NUMBERS", 64 * 256)  # three blocks of rows
+        matrix, values = matrix_of(kind, tmp_path)
+        packed = pack(matrix)
+        assert packed.n_bytes == packed_bytes(kind, (144, 256))
+        assert isinstance(packed, Int4Matrix) == (kind in IN_4_BITS)
+        for n_tokens in (1, 3, 8):
+            x = torch.randn(n_tokens, 256).bfloat16()
+            expected = x.float() @ values.T
+            error = (packed.product(x).float() - expected).norm() / expected.norm()
+            assert torch.equal(packed.product(x)[-1:], packed.product(x[-1:]))  # drafting needs it
+            assert error < 0.012  # 2^-8 is a step of bfloat16, and 8 bits a row are nearly as fine
+
+    @pytest.mark.parametrize("kind", IN_4_BITS)
+    def test_4_bits_are_those_of_the_file(self, kind: Kind, tmp_path: Path) -> None:
+        """Each weight differs by what bfloat16 rounds off its scale and its offset."""
+        matrix, values = matrix_of(kind, tmp_path)
+        found = pack(matrix).product(torch.eye(256).bfloat16()).float().T
+        groups = values.view(144, -1, 32)
+        largest = groups.abs().amax(-1) + (groups.amax(-1) - groups.amin(-1))
+        assert ((found.view_as(groups) - groups).abs().amax(-1) <= largest * 2**-7).all()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_unpacked_values_are_exact(self, kind: Kind, tmp_path: Path) -> None:
+        matrix, values = matrix_of(kind, tmp_path)
+        found = unpacked(matrix, torch.float32)
+        assert torch.equal(found.view(torch.int32), values.view(torch.int32))  # signs of zeros too
+        assert torch.equal(matrix.rows_at([5, 143, 5]), values[[5, 143, 5]])
+
+    def test_rows_in_another_order(self, tmp_path: Path) -> None:
+        order = torch.randperm(144)
+        matrix, values = matrix_of(Kind.Q4_K, tmp_path, order)
+        assert torch.equal(unpacked(matrix, torch.float32), values[order])
+        x = torch.randn(1, 256).bfloat16()
+        expected = x.float() @ values[order].T
+        assert (pack(matrix).product(x).float() - expected).norm() / expected.norm() < 0.008
+
+    def test_a_large_matrix_is_multiplied_in_blocks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        matrix, values = matrix_of(Kind.Q6_K, tmp_path)
+        x, bias = torch.randn(20, 256).bfloat16(), torch.randn(144).bfloat16()
+        expected = torch.nn.functional.linear(x, values.bfloat16(), bias)
+        layer = PackedLinear(
+            pack(matrix), matrix, torch.nn.Parameter(bias), packed_weights.Buffer()
+        )
+        assert torch.equal(layer(x), expected)
+        monkeypatch.setattr(packed_weights, "_MOST_WHOLE", 1)
+        monkeypatch.setattr(packed_weights, "_BLOCK_NUMBERS", 64 * 256)
+        torch.testing.assert_close(layer(x), expected)
+
+    def test_a_file_that_is_changed_or_cut(self, tmp_path: Path) -> None:
+        matrix, _ = matrix_of(Kind.Q8_0, tmp_path)
+        path = tmp_path / "blocks"
+        path.rename(tmp_path / "elsewhere")
+        path.write_bytes(b"another file of the name")
+        matrix.rows(0, 144)
+        with (tmp_path / "elsewhere").open("r+b") as file:
+            file.truncate(1000)
+        with pytest.raises(ModelNotFound, match="changed after the model was loaded"):
+            matrix.rows(0, 144)
+
+    def test_a_type_that_cannot_be_dequantised(self, tmp_path: Path) -> None:
+        (tmp_path / "blocks").write_bytes(bytes(10_000))
+        matrix = FileMatrix(OpenFile(tmp_path / "blocks"), 0, Kind.I8, (10, 256), None)
+        with pytest.raises(UnsupportedModel, match="type I8, which .* Q4_K_M"):
+            matrix.rows(0, 10)
+
+
+def load(path: Path, **options: Any) -> Model:
+    return load_model(str(path), device="cpu", **options)
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    tied = request.param == "qwen3"
+    hf = model_for_gguf(request.param, tie_word_embeddings=tied)
+    return write_gguf(tmp_path / "tiny.gguf", hf, kind=Kind.Q4_1 if tied else Kind.Q5_0)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"), kind=Kind.Q4_0)
+
+
+class TestModels:
+    @pytest.mark.parametrize("weights", ["packed", "auto"])
+    def test_passes_and_digests_are_those_of_unpacked_weights(
+        self, weights: str, file: Path
+    ) -> None:
+        plain = load(file, dtype="bfloat16", weights="unpacked")
+        model = load(file, dtype="bfloat16", weights=weights)
+        assert (plain.weights, model.weights) == ("unpacked", "packed")
+        ids = torch.arange(3, 203)[None]
+        with torch.no_grad():
+            for some in (ids, ids[:, :1]):
+                assert torch.equal(model.hf(some).logits, plain.hf(some).logits)
+        assert model.identity.weights == plain.identity.weights
+        assert model.identity.config == plain.identity.config
+        assert model.identity.rope == plain.identity.rope
+        assert model.layer_parameters == plain.layer_parameters
+        assert model.eos_ids == plain.eos_ids
+        if weights == "auto":
+            assert same_weights(model.hf, plain.hf)
+
+    def test_chunk_caches_are_shared(self, file: Path) -> None:
+        store = MemoryStore()
+        Engine(load(file, weights="packed"), store).cache_chunks(TEXTS)
+        other = Engine(load(file, dtype="bfloat16", weights="unpacked"), store)
+        assert all(map(other.is_cached, TEXTS))
+        in_float32 = Engine(load(file, weights="unpacked"), store)
+        assert not any(map(in_float32.is_cached, TEXTS))
+
+    def test_answers_are_those_of_unpacked_weights(self, file: Path) -> None:
+        engines = [
+            Engine(load(file, dtype="bfloat16", weights=weights))
+            for weights in ("unpacked", "packed", "auto")
+        ]
+        prompt = "\n\n".join([*TEXTS, "What is the theatre?"])
+        plain, packed, auto = (
+            each.generate(prompt, TEXTS, max_new_tokens=12).text for each in engines
+        )
+        assert packed == auto
+        tokens = engines[0].model.tokenize(plain, special=False)[:12]
+        logits = [each.logits(prompt, TEXTS, follow=tokens) for each in engines]
+        assert torch.equal(logits[0][0], logits[1][0])  # the first token is no decoded one
+        for found in logits[1:]:
+            assert (found - logits[0]).norm() < 0.08 * logits[0].norm()
+            assert not torch.equal(found, logits[0])
+            best = logits[0].topk(2).values
+            clear = best[:, 0] - best[:, 1] > 2 * (found - logits[0]).abs().amax(-1)
+            assert (found.argmax(-1) == logits[0].argmax(-1))[clear].all()
+
+    @pytest.mark.parametrize("n_tokens", [1, 5])
+    def test_a_step_is_that_of_the_modules(self, file: Path, n_tokens: int) -> None:
+        model = load(file, weights="packed")
+        hidden = model.embed(torch.arange(7, 7 + n_tokens)[None])
+        cos, sin = model.rotation(torch.arange(40, 40 + n_tokens)).of(0)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return model.attention(layer, query, key, value, scaling, None, n_tokens > 1)
+
+        with torch.no_grad():
+            with model.decoding(n_tokens):
+                found = model.layer(0, hidden, cos, sin, attend)
+            with packed_products():
+                expected = model.layer(0, hidden, cos, sin, attend)
+            assert torch.equal(found, expected)
+            assert not torch.equal(found, model.layer(0, hidden, cos, sin, attend))
+
+    def test_changed_weights_are_decoded_with(self, llama: Path) -> None:
+        model = load(llama, dtype="bfloat16")
+        ids = torch.arange(3, 4)[None]
+
+        def decoded() -> Tensor:
+            with torch.no_grad(), model.decoding(1):
+                return model.hf(ids).logits
+
+        assert not torch.equal(decoded(), model.hf(ids).logits)
+        with torch.no_grad():
+            model.hf.model.layers[1].mlp.up_proj.weight.mul_(2)
+        model.identity.look()
+        assert torch.equal(decoded(), model.hf(ids).logits)
+
+    def test_files_without_packed_weights(self, tmp_path: Path) -> None:
+        path = write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"), kind=Kind.BF16)
+        assert load(path, dtype="bfloat16").weights == "unpacked"
+
+    def test_a_copy(self, llama: Path) -> None:
+        model = load(llama, weights="packed")
+        ids = torch.arange(3, 9)[None]
+        with torch.no_grad():
+            assert torch.equal(copy.deepcopy(model.hf)(ids).logits, model.hf(ids).logits)
+
+
+class TestChoices:
+    @pytest.mark.parametrize(
+        ("is_plenty", "options", "expected"),
+        [
+            (True, {"dtype": "bfloat16"}, ("bfloat16", "packed", True)),
+            (False, {"dtype": "bfloat16"}, ("bfloat16", "packed", False)),
+            (True, {"dtype": "float32"}, ("float32", "unpacked", True)),
+            (False, {}, ("bfloat16", "packed", False)),
+            (True, {"weights": "packed"}, ("bfloat16", "packed", False)),
+            (False, {"weights": "unpacked"}, ("float32", "unpacked", True)),
+        ],
+    )
+    def test_by_memory(
+        self, is_plenty: bool, options: dict[str, Any], expected: tuple[str, str, bool],
+        llama: Path, monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        n_bytes = 1.2 * GgufFile(llama).n_bytes(torch.bfloat16, "both" if is_plenty else "packed")
+        monkeypatch.setattr(loading, "available_bytes", lambda: n_bytes)
+        model = load(llama, **options)
+        layer: Any = model.hf.model.layers[0].mlp.up_proj
+        assert (model.dtype_name, model.weights, layer.weight is not None) == expected
+
+    @pytest.mark.parametrize("options", [{"weights": "packed"}, {"dtype": "bfloat16"}])
+    def test_too_little_memory(
+        self, options: dict[str, Any], llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loading, "available_bytes", lambda: 10_000)
+        with pytest.raises(InvalidOption, match="GB of memory are available; give a smaller file"):
+            load(llama, **options)
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"dtype": "float32"}, "dtype='float32'; packed weights are for a CPU and bfloat16"),
+            ({"model_kwargs": {"revision": "main"}}, r"model_kwargs=\['revision'\]"),
+            ({"weights": "folded"}, "weights='folded'; allowed: auto, packed, unpacked, int8"),
+            ({"weights": "int8"}, "give weights='packed'"),
+        ],
+    )
+    def test_what_contradicts(self, options: dict[str, Any], says: str, llama: Path) -> None:
+        with pytest.raises(InvalidOption, match=says):
+            load(llama, **{"weights": "packed", **options})
+
+    def test_other_checkpoints(self) -> None:
+        with pytest.raises(InvalidOption, match="'builtin' is no GGUF file; .*weights='int8'"):
+            load_model("builtin", device="cpu", weights="packed")
+
+    @pytest.mark.parametrize("name", ["_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm"])
+    def test_without_the_kernels(
+        self, name: str, llama: Path, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        def other(x: Tensor, codes: Tensor, *rest: Any) -> Tensor:
+            return x.new_zeros(len(x), len(codes))
+
+        kernels_work.cache_clear()
+        try:
+            monkeypatch.setattr(torch, name, other)
+            with caplog.at_level(logging.WARNING):
+                assert load(llama, weights="packed").weights == "unpacked"
+                load(llama, weights="packed")
+            (line,) = caplog.messages
+            assert line.startswith("weights are unpacked: PyTorch") and "differs" in line
+        finally:
+            kernels_work.cache_clear()
+
+
+class TestInt8:
+    def test_rounds_the_linear_layers(self, tmp_path: Path) -> None:
+        hf, tokenizer = hf_model("gemma3_text"), byte_tokenizer(bos=True)
+        hf.bfloat16().save_pretrained(tmp_path)
+        plain, model = (
+            load(tmp_path, tokenizer=tokenizer, weights=weights) for weights in ("auto", "int8")
+        )
+        assert (plain.dtype_name, model.dtype_name) == ("bfloat16", "bfloat16")
+        assert model.identity.weights != plain.identity.weights
+        ids = torch.arange(3, 40)[None]
+        with torch.no_grad():
+            expected, found = plain.hf(ids).logits, model.hf(ids).logits
+            assert 0 < (found - expected).norm() < 0.05 * expected.norm()
+            alone = model.hf(ids[:, :1]).logits
+            with model.decoding(1):
+                assert (model.hf(ids[:, :1]).logits - alone).norm() < 0.05 * alone.norm()
