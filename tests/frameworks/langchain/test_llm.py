@@ -529,7 +529,7 @@ class TestTokenCounts:
 
 class TestTime:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_timeout(self, engine: Engine, kind: type, steps: Steps) -> None:
+    def test_timeout(self, engine: Engine, kind: type) -> None:
         model = kind(engine=engine, max_tokens=100, timeout=1e-9)
 
         async def astream() -> None:
@@ -544,7 +544,6 @@ class TestTime:
         ):
             with pytest.raises(TimedOut, match="timeout=1e-09: the answer was not complete"):
                 call()
-        assert steps.n == 0 and model.last_report is None
         with pytest.raises(TimeoutError):  # what others catch
             model.invoke(ENDLESS)
         assert model.invoke(ENDLESS, timeout=PATIENCE_S)
@@ -723,9 +722,9 @@ class TestCallersThatGoAway:
 
         async def cancel_on_the_way() -> None:
             steps.hold()
-            steps.allow(3)
+            steps.allow(1)
             task = asyncio.create_task(call())
-            await asyncio.to_thread(steps.wait_for, 3)
+            await asyncio.to_thread(steps.wait_for, 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -733,7 +732,7 @@ class TestCallersThatGoAway:
             other = SamKV(engine=engine, max_tokens=12)
             answer = await other.ainvoke(prompt_about(kind=SamKV))
             assert answer == f" {ASKED.workers}"
-            assert steps.of_the_first <= 4  # one was under way
+            assert steps.of_the_first <= 2  # one was under way
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         asyncio.run(cancel_on_the_way())
