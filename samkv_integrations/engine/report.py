@@ -68,6 +68,8 @@ class Report:
         call, in announcements, for chunks of this prompt.
     decode_tokens_per_s: tokens after the first, per second of the steps that computed them, which
         other answers may have shared; 0 with one token.
+    tokens_per_step: tokens after the first, per step of the model: above 1 where drafted tokens
+        were right; 0 with one token.
     """
 
     method: str
@@ -98,6 +100,7 @@ class Report:
     ttft_s: float
     completion_tokens: int
     decode_tokens_per_s: float
+    tokens_per_step: float
 
     @property
     def cached_tokens(self) -> int:
@@ -227,7 +230,7 @@ def report_of(
         decode_kv_bytes=cache.kv_bytes,
         probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],
         blend_s=spent["blend"], announce_s=0.0, wait_s=0.0, ttft_s=0.0, completion_tokens=0,
-        decode_tokens_per_s=0.0,
+        decode_tokens_per_s=0.0, tokens_per_step=0.0,
     )  # fmt: skip
 
 
