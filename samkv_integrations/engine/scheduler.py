@@ -631,13 +631,14 @@ class _Thread:
         self.pass_began = began = time.perf_counter()
         decoders, tokens = [], []
         try:
+            most = MOST_ROWS // len(batch) - 1
             for answer in batch:
                 assert answer.decoder is not None
-                if self._row_costs is None and answer.lookup is not None:
-                    self._row_costs = RowCosts.measure(answer.decoder.model)
-                    began = time.perf_counter()
-                most, drafted = MOST_ROWS // len(batch) - 1, list[int]()
-                if self._row_costs is not None:
+                drafted = list[int]()
+                if answer.lookup is not None and most > 0:
+                    if self._row_costs is None:
+                        self._row_costs = RowCosts.measure(answer.decoder.model)
+                        began = time.perf_counter()
                     drafted = answer.draft(self._row_costs, most)
                 decoders.append(answer.decoder)
                 tokens.append([answer.token, *drafted])
