@@ -1,16 +1,22 @@
 """Whole answers against plain transformers' ``generate``, over prompts of many forms.
 
     python -m benchmarks.answer_grid --quick
+    python -m benchmarks.answer_grid --model FILE.gguf --dtype auto --peer llama.cpp --cpu
 
 Every row is a cell: so many chunks of so many tokens, so many other tokens, a share of the chunks
 cached, so many new tokens. The ways take turns, with greedy answers of exactly that length; figures
 are medians of ratios to ``generate`` in the same round, template and tokenising included on both
 sides. Where others work too, run it with OMP_NUM_THREADS=1 and --cpu.
+
+With ``--peer`` prompts are four chunks that are cached, of 512 to 4,096 tokens in all, and a
+process of llama-cpp-python (``--peer-python``: of which environment) answers them too, from the
+same file with as many threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -20,6 +26,7 @@ from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, Popen
 from typing import Any
 
 import torch
@@ -60,6 +67,14 @@ def cells(*, quick: bool) -> list[Cell]:
     return [
         Cell(chunks=n, chunk_tokens=length, others=o, cached=c, new_tokens=new)
         for n, length, o, c, new in found
+    ]
+
+
+def peer_cells() -> list[Cell]:
+    """Prompts of 512 to 4,096 tokens, answers of 32 to 256."""
+    return [
+        Cell(chunks=4, chunk_tokens=n_tokens // 4, others=0, cached=1.0, new_tokens=new)
+        for n_tokens, new in product((512, 1024, 2048, 4096), (32, 128, 256))
     ]
 
 
@@ -113,6 +128,15 @@ class Ways:
             model.tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
         return Timed(seconds=self.clock() - began)
 
+    def peer(self, process: Popen[str], messages: Any, new_tokens: int) -> Timed:
+        """llama.cpp's, see `benchmarks.llama_peer`."""
+        assert process.stdin is not None and process.stdout is not None
+        ids = self.model.tokenize_prompt(self.engine.render(messages))
+        process.stdin.write(json.dumps({"ids": ids, "new_tokens": new_tokens}) + "\n")
+        process.stdin.flush()
+        told = json.loads(process.stdout.readline())
+        return Timed(seconds=told["cpu_s" if self.clock is time.process_time else "seconds"])
+
     def ours(self, messages: Any, new_tokens: int, chunks: Sequence[str], way: str) -> Timed:
         """An engine's, with the caches that there are and nothing of an earlier prompt."""
         self.engine.prefixes.clear()
@@ -127,41 +151,56 @@ class Ways:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A cell and a way. ratio: to plain ``generate``. ran: what it turned out to be."""
+    """A cell and a way. ratio: to plain ``generate``; peer_ratio: to the peer; 0 without one.
+
+    ran: what it turned out to be.
+    """
 
     cell: Cell
     way: str
     prompt_tokens: int
     plain_s: float
     ratio: float
+    peer_s: float
+    peer_ratio: float
+    tokens_per_step: float
     ran: str
 
 
-def measured(ways: Ways, texts: Texts, cell: Cell, names: Sequence[str], rounds: int) -> list[Row]:
+def measured(
+    ways: Ways, texts: Texts, cell: Cell, names: Sequence[str], rounds: int,
+    peer: Popen[str] | None = None,
+) -> list[Row]:  # fmt: skip
     """A row for each way."""
     engine = ways.engine
     if stored := engine.store.known_keys():
         engine.store.delete(*stored)
     chunks = [texts.next(cell.chunk_tokens) for _ in range(cell.chunks)]
     engine.cache_chunks(chunks[: round(cell.cached * cell.chunks)])
-    spent: dict[str, list[Timed]] = {name: [] for name in ("plain", *names)}
+    spent: dict[str, list[Timed]] = {name: [] for name in ("plain", "peer", *names)}
     for _ in range(rounds):
         others = texts.next(cell.others) + "\n\n" if cell.others else ""
         messages = rag_prompt(f"{others}What is said about the year?", chunks, chat=True)
         order = {"plain": partial(ways.plain, messages, cell.new_tokens)}
+        if peer is not None:
+            order["peer"] = partial(ways.peer, peer, messages, cell.new_tokens)
         for name in names:
             order[name] = partial(ways.ours, messages, cell.new_tokens, chunks, name)
         for name, run in order.items():
             spent[name].append(run())
+
+    def ratio(name: str, other: str) -> float:
+        pairs = zip(spent[name], spent[other], strict=True)
+        return median(mine.seconds / theirs.seconds for mine, theirs in pairs)
+
     return [
         Row(
             cell=cell, way=name, prompt_tokens=report.prompt_tokens,
             plain_s=median(timed.seconds for timed in spent["plain"]),
-            ratio=median(
-                mine.seconds / theirs.seconds
-                for mine, theirs in zip(spent[name], spent["plain"], strict=True)
-            ),
-            ran=report.ran,
+            ratio=ratio(name, "plain"),
+            peer_s=median(timed.seconds for timed in spent["peer"]) if peer else 0.0,
+            peer_ratio=ratio(name, "peer") if peer else 0.0,
+            tokens_per_step=report.tokens_per_step, ran=report.ran,
         )
         for name in names
         if (report := spent[name][-1].report) is not None
@@ -174,7 +213,8 @@ def lines(rows: Sequence[Row]) -> Iterator[list[str]]:
         yield [
             f"{cell.chunks} x {cell.chunk_tokens}", str(cell.others), f"{cell.cached:.0%}",
             str(cell.new_tokens), str(row.prompt_tokens), f"{row.plain_s:.2f}", row.way,
-            row.ran, f"{row.ratio:.2f}",
+            row.ran, f"{row.tokens_per_step:.1f}", f"{row.ratio:.2f}",
+            *([f"{row.peer_s:.2f}", f"{row.peer_ratio:.2f}"] if row.peer_s else []),
         ]  # fmt: skip
 
 
@@ -191,9 +231,17 @@ def main() -> None:
     parser.add_argument("--most-tokens", type=int, default=8000, help="of a prompt")
     parser.add_argument("--least-tokens", type=int, default=0, help="of a prompt")
     parser.add_argument("--skip", type=int, default=0, help="cells to leave out at the beginning")
+    parser.add_argument("--peer", choices=["llama.cpp"], help="a process of llama-cpp-python")
+    parser.add_argument("--peer-python", default=sys.executable, help="that has llama-cpp-python")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = load_model(args.model, dtype=args.dtype)
+    peer = None
+    if args.peer:
+        script, n_threads = Path(__file__).with_name("llama_peer.py"), str(torch.get_num_threads())
+        peer = Popen(
+            [args.peer_python, script, args.model, n_threads], stdin=PIPE, stdout=PIPE, text=True
+        )
     clock = time.process_time if args.cpu else time.perf_counter
     ways, texts = Ways(model, calibrated=args.calibrated, clock=clock), Texts(model)
     warm = Cell(chunks=2, chunk_tokens=40, others=0, cached=1.0, new_tokens=2)
@@ -202,16 +250,17 @@ def main() -> None:
     settings = {
         "hardware": hardware(model), "calibrated": args.calibrated, "cpu_seconds": args.cpu,
     }  # fmt: skip
-    for cell in tqdm(cells(quick=args.quick)[args.skip :]):
+    grid = peer_cells() if peer else cells(quick=args.quick)
+    for cell in tqdm(grid[args.skip :]):
         length = cell.chunks * cell.chunk_tokens + cell.others + cell.new_tokens + 100
         if args.least_tokens <= length <= min(args.most_tokens, model.context_window):
-            rows += measured(ways, texts, cell, args.ways.split(","), args.rounds)
+            rows += measured(ways, texts, cell, args.ways.split(","), args.rounds, peer)
         if args.json:
             text = to_json("answer grid", model.name, [asdict(row) for row in rows], settings)
             args.json.write_text(f"{text}\n", encoding="utf-8")
     columns = (
         "chunks", "other tokens", "cached", "new tokens", "prompt", "generate, s", "way", "ran",
-        "of generate",
+        "tokens a step", "of generate", *(("llama.cpp, s", "of llama.cpp") if peer else ()),
     )  # fmt: skip
     sys.stdout.write(table(columns, list(lines(rows)), left=1) + "\n\n")
     for way in args.ways.split(","):

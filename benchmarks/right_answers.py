@@ -182,9 +182,10 @@ def _decode(answers: Sequence[_Answer], most: int, is_enough: Callable[[_Answer]
         ]  # fmt: skip
         if not going:
             break
-        logits = decode([each.decoder for each in going], [each.tokens[-1] for each in going])
+        last = [[each.tokens[-1]] for each in going]
+        logits = decode([each.decoder for each in going], last)
         for each, found in zip(going, logits, strict=True):
-            each.tokens.append(each.sampler.next(found))
+            each.tokens.append(each.sampler.next(found[0]))
     answers[0].decode_s = time.process_time() - began
 
 

@@ -30,34 +30,44 @@ class Decoder:
 
     def step(self, token: int) -> Tensor:
         """Logits (vocabulary,) after ``token``."""
-        return decode([self], [token])[0]
+        return decode([self], [[token]])[0][0]
+
+    def rewind(self, n_tokens: int) -> None:
+        """Take back the last ``n_tokens``. Only where the working cache can, see `WorkingCache`."""
+        self.position -= n_tokens
+        self.cache.rewind(n_tokens)
 
 
-def decode(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
-    """One step of the model: logits (answers, vocabulary) after the next token of each answer.
+def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """One step of the model: logits (n, vocabulary) after each of the n next tokens of each answer.
 
-    The weights are read once for all answers; each answer attends to its own working cache. All
+    The weights are read once for all tokens; each answer attends to its own working cache. All
     decoders are of one model.
     """
-    model = decoders[0].model
-    rotation = model.rotation(torch.tensor([decoder.position for decoder in decoders]))
+    model, lengths = decoders[0].model, [len(each) for each in tokens]
+    positions, rows = list[int](), list[WorkingCache]()
+    for decoder, n_tokens in zip(decoders, lengths, strict=True):
+        positions += range(decoder.position, decoder.position + n_tokens)
+        rows += [decoder.cache] * n_tokens
+    rotation = model.rotation(torch.tensor(positions))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        # one token after the other: several at once would be rounded differently
         outputs = []
-        for at, decoder in enumerate(decoders):
+        for at, cache in enumerate(rows):
             q, k, v = query[:, :, at, None], key[:, :, at, None], value[:, :, at, None]
-            outputs.append(decoder.cache.attend(layer, q, k, v, scaling))
+            outputs.append(cache.attend(layer, q, k, v, scaling))
         return torch.cat(outputs, 2)
 
-    # To the layers the answers are tokens of one sequence, which interact in attention only.
-    with model.decoding(len(tokens)):
-        hidden = model.embed(torch.tensor([list(tokens)]))
+    # To the layers all tokens are of one sequence, which interact in attention only.
+    with model.decoding(len(rows)):
+        hidden = model.embed(torch.tensor([[token for each in tokens for token in each]]))
         for layer in range(model.n_layers):
             hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
         logits = model.logits(hidden[0])
-    for decoder in decoders:
-        decoder.position += 1
-    return logits
+    for decoder, n_tokens in zip(decoders, lengths, strict=True):
+        decoder.position += n_tokens
+    return torch.split(logits, lengths)
 
 
 class TextStream:

@@ -245,3 +245,14 @@ class OwnAnswerOptions(TypedDict, total=False):
     """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
     only where that takes no longer than full prefill), 'text' (compute it with the rest of the
     prompt, keep nothing) or 'error'."""
+    draft: Annotated[
+        int,
+        Option(
+            default=7,
+            allows=lambda n: type(n) is int and n >= 0,
+            bounds="a whole number, 0 or more",
+        ),
+    ]
+    """Most tokens that are drafted and checked at once; 0 drafts none. Drafts are copied from where
+    the last tokens occurred before, in the prompt or the answer (prompt lookup); they change the
+    speed of an answer and nothing else."""

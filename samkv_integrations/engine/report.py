@@ -58,6 +58,8 @@ class Report:
         call, in announcements, for chunks of this prompt.
     decode_tokens_per_s: tokens after the first, per second of the steps that computed them, which
         other answers may have shared; 0 with one token.
+    tokens_per_step: tokens after the first, per step of the model: above 1 where drafted tokens
+        were right; 0 with one token.
     """
 
     method: str
@@ -88,6 +90,7 @@ class Report:
     ttft_s: float = 0.0
     completion_tokens: int = 0
     decode_tokens_per_s: float = 0.0
+    tokens_per_step: float = 0.0
 
     @property
     def cached_tokens(self) -> int:

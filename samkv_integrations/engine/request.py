@@ -48,6 +48,7 @@ class AnswerSettings:
     json_schema: Mapping[str, Any] | None = None
     timeout: float | None = None
     on_miss: OnMiss = "compute"
+    draft: int = 7
 
     @classmethod
     def of(cls, **options: Unpack[AnswerOptions]) -> AnswerSettings:

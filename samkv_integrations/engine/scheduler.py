@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from contextvars import ContextVar
@@ -21,8 +21,10 @@ from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from samkv_integrations.engine.decode import Decoder, TextStream, decode
+from samkv_integrations.engine.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.request import Request
@@ -55,12 +57,14 @@ class Abandoned(Exception):
 class Piece:
     """Text that is final, empty in the first and the last piece, and the state of the answer.
 
-    n_tokens: so far. decode_s: seconds of the steps after the first token. kv_bytes: of the working
-    cache. finish_reason: how the answer ended; None while it goes on.
+    n_tokens: so far. decode_s: seconds of the steps after the first token. tokens_per_step: mean of
+    these steps. kv_bytes: of the working cache. finish_reason: how the answer ended; None while it
+    goes on.
     """
 
     text: str
     n_tokens: int
+    tokens_per_step: float
     decode_s: float
     kv_bytes: int
     finish_reason: FinishReason | None = None
@@ -112,12 +116,13 @@ class Pieces:
 class RunningAnswer:
     """One answer, from a waiting request to its last token.
 
-    The model's thread calls `begin` and `take`, and `fail` if one of them raises.
+    The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
     owner: who asks, see `OWNER`. pieces: for the reader; the first one is empty and comes with the
     first token. report: set when the first piece comes. is_complete: the last piece has been put.
     is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
-    the first; None before it and at the end. token: the next input of the model.
+    the first; None before it and at the end. lookup: drafts tokens; None if nothing is drafted.
+    token: the next input of the model.
     """
 
     report: Report
@@ -130,7 +135,9 @@ class RunningAnswer:
         self.is_complete = self.is_abandoned = False
         self.decoder: Decoder | None = None
         self.sampler: Sampler | None = None
-        self.token = self._n_tokens = 0
+        self.lookup: PromptLookup | None = None
+        self.token = self._n_tokens = self._n_steps = self._n_decoded = 0
+        self._is_unsure = False  # the last step computed several tokens, and none is certain
         self._decode_s = 0.0
         self._text = TextStream(request.model, request.settings.stop)
 
@@ -157,13 +164,51 @@ class RunningAnswer:
             ttft_s=time.perf_counter() - request.began,
         )  # fmt: skip
         self.decoder = Decoder(model, first.cache, first.layout.n_tokens)
+        if request.settings.draft and first.cache.can_rewind:
+            self.lookup = PromptLookup(ids)
         self._put("")
-        self.take(token, 0.0)
+        self._take(token)
 
-    def take(self, token: int, seconds: float) -> None:
-        """Add the next token, which a step of ``seconds`` gave."""
-        self.token = token
+    def draft(self, costs: RowCosts, most: int) -> list[int]:
+        """Tokens that may follow `token`, at most ``most``, to be checked by the next step."""
+        if self.lookup is None or self._is_unsure:
+            return []
+        most = min(most, self.request.settings.draft, self.request.capacity - self._n_tokens - 1)
+        return self.lookup.draft(costs.relative, most)
+
+    def advance(
+        self, drafted: Sequence[int], logits: Tensor, tolerance: float, seconds: float
+    ) -> None:
+        """Add the tokens that a step gave, up to the first one that was not drafted.
+
+        logits: (1 + drafted, vocabulary), after `token` and after each of the drafted tokens.
+        tolerance: see `RowCosts`. Each token is chosen as if the step had been its own, so neither
+        a greedy nor a sampled answer depends on drafts.
+        """
+        assert self.decoder is not None and self.sampler is not None
         self._decode_s += seconds
+        self._n_steps += 1
+        chosen = list[int]()
+        for of_token, expected in zip(logits, [*drafted, None], strict=True):
+            token = self.sampler.next_if_sure(of_token, tolerance if drafted else 0.0)
+            if token is not None:
+                chosen.append(token)
+            if token is None or token != expected or token in self.request.end_ids:
+                break
+        self._is_unsure = not chosen
+        if n_wrong := len(logits) - len(chosen):
+            self.decoder.rewind(n_wrong)
+        for token in chosen:
+            self._n_decoded += 1
+            self._take(token)
+            if self.is_complete:
+                break
+
+    def _take(self, token: int) -> None:
+        """Add the next token."""
+        self.token = token
+        if self.lookup is not None:
+            self.lookup.add(token)
         text = ""
         reason: FinishReason | None = None
         if token in self.request.end_ids:
@@ -198,8 +243,9 @@ class RunningAnswer:
 
     def _put(self, text: str, finish_reason: FinishReason | None = None) -> None:
         assert self.decoder is not None
+        per_step = self._n_decoded / self._n_steps if self._n_steps else 0.0
         piece = Piece(
-            text=text, n_tokens=self._n_tokens, decode_s=self._decode_s,
+            text=text, n_tokens=self._n_tokens, tokens_per_step=per_step, decode_s=self._decode_s,
             kv_bytes=self.decoder.cache.kv_bytes, finish_reason=finish_reason,
         )  # fmt: skip
         self.pieces.put(piece)
@@ -405,6 +451,7 @@ class _Thread:
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
         self.idle: deque[IdleWork] = deque(maxlen=MOST_IDLE)
+        self._row_costs: RowCosts | None = None  # once an answer may draft
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
@@ -573,16 +620,23 @@ class _Thread:
             self._ahead[letter.owner] = seconds
 
     def _step(self) -> None:
-        """Decode one token of each answer in the batch."""
+        """Decode one token of each answer in the batch, and what can be drafted."""
         if not (batch := self._batch()):
             return
         self.pass_began = began = time.perf_counter()
         decoders, tokens = [], []
-        for answer in batch:
-            assert answer.decoder is not None
-            decoders.append(answer.decoder)
-            tokens.append(answer.token)
         try:
+            most = MOST_ROWS // len(batch) - 1
+            for answer in batch:
+                assert answer.decoder is not None
+                drafted = list[int]()
+                if answer.lookup is not None and most > 0:
+                    if self._row_costs is None:
+                        self._row_costs = RowCosts.measure(answer.decoder.model)
+                        began = time.perf_counter()
+                    drafted = answer.draft(self._row_costs, most)
+                decoders.append(answer.decoder)
+                tokens.append([answer.token, *drafted])
             logits = decode(decoders, tokens)
         except BaseException as error:
             for answer in batch:
@@ -591,11 +645,11 @@ class _Thread:
         finally:
             self.pass_began = None
         seconds = time.perf_counter() - began
-        for answer, of_one in zip(batch, logits, strict=True):
+        tolerance = 0.0 if self._row_costs is None else self._row_costs.tolerance
+        for answer, (_, *drafted), of_one in zip(batch, tokens, logits, strict=True):
             self._charge(answer.owner, seconds / len(batch))
-            assert answer.sampler is not None
             try:
-                answer.take(answer.sampler.next(of_one), seconds)
+                answer.advance(drafted, of_one, tolerance, seconds)
             except BaseException as error:
                 answer.fail(error)
         if len(self.running) > len(batch):  # the others come first the next time

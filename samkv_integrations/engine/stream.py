@@ -214,6 +214,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             self._answer.report,
             completion_tokens=last.n_tokens,
             decode_tokens_per_s=(last.n_tokens - 1) / last.decode_s if last.decode_s else 0.0,
+            tokens_per_step=last.tokens_per_step,
             decode_kv_bytes=last.kv_bytes,
         )
 

@@ -93,6 +93,15 @@ class WorkingCache(ABC):
     ) -> Tensor:
         """Add a token, key and value (1, G, 1, D), and attend: query and result (1, H, 1, D)."""
 
+    @property
+    @abstractmethod
+    def can_rewind(self) -> bool:
+        """Whether tokens of the answer can be taken back: no rule has evicted anything for them."""
+
+    @abstractmethod
+    def rewind(self, n_tokens: int) -> None:
+        """Take back the last tokens that were added."""
+
 
 def as_heads(entries: Tensor) -> Tensor:
     """(S, heads, D) -> (1, heads, S, D), without a copy."""
@@ -214,6 +223,13 @@ class DenseCache(WorkingCache):
             if (slot := self._keepers[layer].step(seen)) is not None:
                 self.evict(layer, slot)
         return output
+
+    @property
+    def can_rewind(self) -> bool:
+        return not (self._keepers and self._slides)
+
+    def rewind(self, n_tokens: int) -> None:
+        self.lengths = [max(0, length - n_tokens) for length in self.lengths]
 
     def is_context(self, layer: int) -> Tensor:
         """(G, S) bool: the entries of the context."""
@@ -359,6 +375,14 @@ class SparseCache(WorkingCache):
             return self._near.attend(layer, query, key, value, scaling)
         attend = partial(self._attend, layer, query, key, value, scaling)
         return on_one_thread(attend) if query.device.type == "cpu" else attend()
+
+    @property
+    def can_rewind(self) -> bool:
+        return True
+
+    def rewind(self, n_tokens: int) -> None:
+        self._near.rewind(n_tokens)
+        self._lengths = [max(0, length - n_tokens) for length in self._lengths]
 
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float

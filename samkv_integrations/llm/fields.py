@@ -166,6 +166,7 @@ if TYPE_CHECKING:
         eviction: str | None = None
         timeout: float | None = None
         on_miss: OnMiss = "compute"
+        draft: int = 7
 
     class SamplingFields(BaseModel):
         """Options of sampling; None for their defaults."""

@@ -184,7 +184,20 @@ class Sampler:
 
     def next(self, logits: Tensor) -> int:
         """The token chosen from ``logits`` (vocabulary,)."""
+        token = self.next_if_sure(logits, 0.0)
+        assert token is not None
+        return token
+
+    def next_if_sure(self, logits: Tensor, tolerance: float) -> int | None:
+        """Like `next`; None, and nothing is chosen, where that depends on errors of the logits.
+
+        tolerance: two logits that differ by no more may change places; 0 if all are exact.
+        """
         scores = self._warpers(self._ids, logits[None].float())  # type: ignore[arg-type]
+        if tolerance:
+            first, second = scores.topk(2).values[0].tolist()
+            if not self._greedy or first - second <= tolerance:
+                return None
         if self._greedy:
             token = scores.argmax(dim=-1, keepdim=True)
         else:

@@ -1,0 +1,140 @@
+"""Prompt lookup: drafts of the next tokens, copied from where the last ones occurred before.
+
+A RAG answer often repeats its documents (A. Saxena, Prompt Lookup Decoding, 2023). One pass of the
+model checks a draft, and what agrees is kept, so that the answer stays the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.model.model import Model
+
+MOST_ROWS = 8
+"""Most tokens of one pass of decoding, where some are drafted."""
+
+_NGRAMS = (4, 3, 2)
+_PRIOR = {4: 0.7, 3: 0.5, 2: 0.3}
+"""Length of an n-gram -> the assumed probability that the token after it is the same again."""
+
+_MEMORY = 0.125  # weight of the latest token in the estimate of that probability
+
+
+_COMPARED = 2**17  # logits
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """What a pass over several tokens costs, and whether it computes what one over each does.
+
+    relative: time of a pass over 1, 2, ... tokens, over that of one. Shorter than `MOST_ROWS`
+        where nothing may be drafted.
+    tolerance: two logits that differ by no more may change places if tokens are computed together;
+        0 where each token gets the same bits.
+    """
+
+    relative: tuple[float, ...]
+    tolerance: float
+
+    @classmethod
+    def measure(cls, model: Model) -> RowCosts:
+        """Measured with the first layer and the output matrix, in some .1 s.
+
+        16-bit products on CPUs and packed weights give a token the same bits whatever else is in
+        the pass. Float32 products differ in the last bits. Where 16-bit ones differ, nothing is
+        drafted: equal logits are frequent there, and would change places.
+        """
+        rotation = model.rotation(torch.arange(MOST_ROWS))
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return query.contiguous()
+
+        def run(tokens: Tensor, first: int, end: int) -> tuple[Tensor, float, float]:
+            rows = slice(first, end)
+            cos, sin = (side[rows] for side in rotation.of(0))
+            embedded = model.embed(tokens[None, rows])
+            with model.decoding(end - first):
+                began = time.perf_counter()
+                hidden = model.layer(0, embedded, cos, sin, attend)
+                after = time.perf_counter()
+                logits = model.logits(hidden[0])
+                return logits, after - began, time.perf_counter() - after
+
+        # a rounding that differs shows in one number of thousands
+        n_known = model.config.vocab_size
+        is_same, tokens = True, torch.arange(MOST_ROWS)
+        for trial in range(1 + _COMPARED // (MOST_ROWS * n_known)):
+            tokens = (torch.arange(MOST_ROWS) + trial * MOST_ROWS) % n_known
+            alone = torch.cat([run(tokens, row, row + 1)[0] for row in range(MOST_ROWS)])
+            is_same &= torch.equal(alone, run(tokens, 0, MOST_ROWS)[0])
+        if not is_same and model.dtype != torch.float32:
+            return cls((1.0,), 0.0)
+        seconds = []
+        for n_rows in range(1, MOST_ROWS + 1):
+            taken = [run(tokens, 0, n_rows)[1:] for _ in range(5)]
+            of_layer, of_logits = (median(side) for side in zip(*taken, strict=True))
+            seconds.append(model.n_layers * of_layer + of_logits)
+        return cls(tuple(each / seconds[0] for each in seconds), 0.0 if is_same else 0.01)
+
+
+class PromptLookup:
+    """Drafts the next tokens of one answer.
+
+    The longest of the last n-grams that occurred before, in the prompt or the answer, is looked up,
+    and what followed its latest occurrence is the draft. Its length is the one for which a pass
+    is expected to give most tokens a second, by how often drafts have been right so far.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._ids: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest occurrence ends
+        self._right = dict(_PRIOR)
+        self._guess: tuple[int, int] | None = None  # length of the n-gram, and the token after it
+        for token in prompt_ids:
+            self._add(token)
+
+    def add(self, token: int) -> None:
+        """Add the next token of the answer."""
+        if self._guess is not None:
+            size, guessed = self._guess
+            self._right[size] += _MEMORY * ((guessed == token) - self._right[size])
+        self._add(token)
+        self._guess = None
+        if found := self._find():
+            self._guess = found[0], self._ids[found[1]]
+
+    def draft(self, costs: Sequence[float], most: int) -> list[int]:
+        """At most ``most`` tokens; none where checking them would take longer than they save.
+
+        costs: of a pass over 1, 2, ... tokens, see `RowCosts`.
+        """
+        found = self._find() if most > 0 and len(costs) > 1 else None
+        if found is None:
+            return []
+        size, at = found
+        right, expected, best, best_gain = self._right[size], 1.0, 0, 1.0
+        for n_drafted in range(1, min(most, len(costs) - 1) + 1):
+            expected += right**n_drafted
+            if (gain := expected / costs[n_drafted]) > best_gain:
+                best, best_gain = n_drafted, gain
+        return self._ids[at : at + best]
+
+    def _find(self) -> tuple[int, int] | None:
+        """The length of the longest n-gram that occurred before, and the place after it."""
+        for size in _NGRAMS:
+            if (at := self._after.get(tuple(self._ids[-size:]))) is not None:
+                return size, at
+        return None
+
+    def _add(self, token: int) -> None:
+        ids, at = self._ids, len(self._ids)
+        for size in _NGRAMS:
+            if at >= size:
+                self._after[tuple(ids[at - size : at])] = at
+        ids.append(token)
