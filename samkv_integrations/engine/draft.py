@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,15 +27,16 @@ _PRIOR = {4: 0.7, 3: 0.5, 2: 0.3}
 _MEMORY = 0.125  # weight of the latest token in the estimate of that probability
 
 
-_COMPARED = 2**17  # logits
+_TIMED = (1, 2, 4, MOST_ROWS)  # the costs between are interpolated
+_COMPARED = 2**15  # logits: a rounding that differs shows in one of thousands
 
 
 @dataclass(frozen=True)
 class RowCosts:
     """What a pass over several tokens costs, and whether it computes what one over each does.
 
-    relative: time of a pass over 1, 2, ... tokens, over that of one. Shorter than `MOST_ROWS`
-        where nothing may be drafted.
+    relative: time of a pass over 1, 2, ... tokens, over that of one. One number where nothing may
+        be drafted.
     tolerance: two logits that differ by no more may change places if tokens are computed together;
         0 where each token gets the same bits.
     """
@@ -43,19 +45,23 @@ class RowCosts:
     tolerance: float
 
     @classmethod
-    def measure(cls, model: Model) -> RowCosts:
-        """Measured with the first layer and the output matrix, in some .1 s.
+    def of(cls, model: Model) -> RowCosts:
+        """Those of a model, measured once with its first layer and output matrix, in some .2 s.
 
         16-bit products on CPUs and packed weights give a token the same bits whatever else is in
         the pass. Float32 products differ in the last bits. Where 16-bit ones differ, nothing is
         drafted: equal logits are frequent there, and would change places.
         """
+        if (known := _measured.get(model)) is not None:
+            return known
         rotation = model.rotation(torch.arange(MOST_ROWS))
+        n_known = model.config.vocab_size
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             return query.contiguous()
 
-        def run(tokens: Tensor, first: int, end: int) -> tuple[Tensor, float, float]:
+        def run(tokens: Tensor, first: int, end: int) -> tuple[Tensor, float]:
+            """Logits of some of the tokens, and seconds of a pass through all layers."""
             rows = slice(first, end)
             cos, sin = (side[rows] for side in rotation.of(0))
             embedded = model.embed(tokens[None, rows])
@@ -64,23 +70,26 @@ class RowCosts:
                 hidden = model.layer(0, embedded, cos, sin, attend)
                 after = time.perf_counter()
                 logits = model.logits(hidden[0])
-                return logits, after - began, time.perf_counter() - after
+                ended = time.perf_counter()
+            return logits, model.n_layers * (after - began) + ended - after
 
-        # a rounding that differs shows in one number of thousands
-        n_known = model.config.vocab_size
-        is_same, tokens = True, torch.arange(MOST_ROWS)
-        for trial in range(1 + _COMPARED // (MOST_ROWS * n_known)):
+        is_same, n_rows = True, MOST_ROWS // 2
+        for trial in range(1 + _COMPARED // (n_rows * n_known)):
             tokens = (torch.arange(MOST_ROWS) + trial * MOST_ROWS) % n_known
-            alone = torch.cat([run(tokens, row, row + 1)[0] for row in range(MOST_ROWS)])
-            is_same &= torch.equal(alone, run(tokens, 0, MOST_ROWS)[0])
+            alone = torch.cat([run(tokens, row, row + 1)[0] for row in range(n_rows)])
+            if not torch.equal(alone, run(tokens, 0, n_rows)[0]):
+                is_same = False
+                break
+        seconds = [min(run(tokens, 0, n)[1] for _ in range(3)) for n in _TIMED]
+        costs: list[float] = np.interp(range(1, MOST_ROWS + 1), _TIMED, seconds).tolist()
+        found = cls(tuple(cost / max(costs[0], 1e-9) for cost in costs), 0.0 if is_same else 0.01)
         if not is_same and model.dtype != torch.float32:
-            return cls((1.0,), 0.0)
-        seconds = []
-        for n_rows in range(1, MOST_ROWS + 1):
-            taken = [run(tokens, 0, n_rows)[1:] for _ in range(5)]
-            of_layer, of_logits = (median(side) for side in zip(*taken, strict=True))
-            seconds.append(model.n_layers * of_layer + of_logits)
-        return cls(tuple(each / seconds[0] for each in seconds), 0.0 if is_same else 0.01)
+            found = cls((1.0,), 0.0)
+        _measured[model] = found
+        return found
+
+
+_measured = WeakKeyDictionary[Model, RowCosts]()
 
 
 class PromptLookup:
@@ -108,6 +117,11 @@ class PromptLookup:
         self._guess = None
         if found := self._find():
             self._guess = found[0], self._ids[found[1]]
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to draft."""
+        return self._guess is not None
 
     def draft(self, costs: Sequence[float], most: int) -> list[int]:
         """At most ``most`` tokens; none where checking them would take longer than they save.

@@ -169,28 +169,27 @@ class RunningAnswer:
         self._put("")
         self._take(token)
 
-    def draft(self, costs: RowCosts, most: int) -> list[int]:
+    def draft(self, most: int) -> list[int]:
         """Tokens that may follow `token`, at most ``most``, to be checked by the next step."""
-        if self.lookup is None or self._is_unsure:
+        if self.lookup is None or self._is_unsure or not self.lookup.has_any:
             return []
         most = min(most, self.request.settings.draft, self.request.capacity - self._n_tokens - 1)
-        return self.lookup.draft(costs.relative, most)
+        return self.lookup.draft(RowCosts.of(self.request.model).relative, most)
 
-    def advance(
-        self, drafted: Sequence[int], logits: Tensor, tolerance: float, seconds: float
-    ) -> None:
+    def advance(self, drafted: Sequence[int], logits: Tensor, seconds: float) -> None:
         """Add the tokens that a step gave, up to the first one that was not drafted.
 
-        logits: (1 + drafted, vocabulary), after `token` and after each of the drafted tokens.
-        tolerance: see `RowCosts`. Each token is chosen as if the step had been its own, so neither
-        a greedy nor a sampled answer depends on drafts.
+        logits: (1 + drafted, vocabulary), after `token` and after each of the drafted tokens. Each
+        token is chosen as if the step had been its own, so neither a greedy nor a sampled answer
+        depends on drafts.
         """
         assert self.decoder is not None and self.sampler is not None
         self._decode_s += seconds
         self._n_steps += 1
         chosen = list[int]()
+        tolerance = RowCosts.of(self.request.model).tolerance if drafted else 0.0
         for of_token, expected in zip(logits, [*drafted, None], strict=True):
-            token = self.sampler.next_if_sure(of_token, tolerance if drafted else 0.0)
+            token = self.sampler.next_if_sure(of_token, tolerance)
             if token is not None:
                 chosen.append(token)
             if token is None or token != expected or token in self.request.end_ids:
@@ -451,7 +450,6 @@ class _Thread:
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
         self.idle: deque[IdleWork] = deque(maxlen=MOST_IDLE)
-        self._row_costs: RowCosts | None = None  # once an answer may draft
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
@@ -629,14 +627,10 @@ class _Thread:
             most = MOST_ROWS // len(batch) - 1
             for answer in batch:
                 assert answer.decoder is not None
-                drafted = list[int]()
-                if answer.lookup is not None and most > 0:
-                    if self._row_costs is None:
-                        self._row_costs = RowCosts.measure(answer.decoder.model)
-                        began = time.perf_counter()
-                    drafted = answer.draft(self._row_costs, most)
+                drafted = answer.draft(most) if most > 0 else []
                 decoders.append(answer.decoder)
                 tokens.append([answer.token, *drafted])
+            began = time.perf_counter()
             logits = decode(decoders, tokens)
         except BaseException as error:
             for answer in batch:
@@ -645,11 +639,10 @@ class _Thread:
         finally:
             self.pass_began = None
         seconds = time.perf_counter() - began
-        tolerance = 0.0 if self._row_costs is None else self._row_costs.tolerance
         for answer, (_, *drafted), of_one in zip(batch, tokens, logits, strict=True):
             self._charge(answer.owner, seconds / len(batch))
             try:
-                answer.advance(drafted, of_one, tolerance, seconds)
+                answer.advance(drafted, of_one, seconds)
             except BaseException as error:
                 answer.fail(error)
         if len(self.running) > len(batch):  # the others come first the next time
