@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, is_typeddict
+from typing import Annotated, Any, Literal, is_typeddict
 
 import typer
 import typer.core
@@ -139,6 +139,10 @@ SameDtype = Annotated[
 ]
 Device = Annotated[str, _option("auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, _option("auto, float32, bfloat16, float16.")]
+Weights = Annotated[
+    Literal["auto", "packed", "unpacked", "int8"],
+    _option(declared(ModelOptions)["weights"][1].description),
+]
 StoreBits = Annotated[
     int | None,
     _option(

@@ -14,7 +14,7 @@ CHECK_FAILED = 1
 
 def doctor(
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    folder: args.CostFolder = None, as_json: args.Json = False,
+    weights: args.Weights = "auto", folder: args.CostFolder = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
 
@@ -28,7 +28,7 @@ def doctor(
     from samkv_integrations.model.loading import load_model
 
     use_threads_for(model)  # times of another number of threads would not be found again
-    loaded = load_model(model, device=device, dtype=dtype)
+    loaded = load_model(model, device=device, dtype=dtype, weights=weights)
     store = None if folder is None else ChunkStore(folder / "kv")
     checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]

@@ -130,6 +130,7 @@ class Index:
     model: args.SameModel = None
     device: args.Device = "auto"
     dtype: args.SameDtype = None
+    weights: args.Weights = "auto"
     store_bits: args.StoreBits = None
     namespace: args.Namespace = ""
     remote: args.Remote = None
@@ -183,7 +184,12 @@ class Index:
             self.folder / "kv", namespace=self.namespace, max_bytes=max_bytes, remote=self.remote
         )
         return Engine.from_pretrained(
-            given.model, store, device=self.device, dtype=given.dtype, **all_options
+            given.model,
+            store,
+            device=self.device,
+            dtype=given.dtype,
+            weights=self.weights,
+            **all_options,
         )
 
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:

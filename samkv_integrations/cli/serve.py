@@ -84,8 +84,8 @@ def serve(
     model, folder = ingested.model, index.folder
     chosen = [*given_methods([method] if method else [], settings or []), None][0]
     source = ServerSource(
-        model=model, device=index.device, dtype=ingested.dtype, folder=folder, chroma=index.chroma,
-        remote=index.remote, limits=limits,
+        model=model, device=index.device, dtype=ingested.dtype, weights=index.weights,
+        folder=folder, chroma=index.chroma, remote=index.remote, limits=limits,
         options=EngineOptions(
             **options, method=chosen, eviction=eviction_of(eviction, eviction_budget),
             store_bits=ingested.store_bits,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import resources
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal, get_args
 
 import torch
@@ -93,8 +95,8 @@ def load_model(
     device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:N``, or ``mps``, which nobody
         has tested: ``samkv doctor --device mps`` does.
     dtype: ``float32``, ``bfloat16``, ``float16`` (or those of torch), or ``auto`` for the
-        checkpoint's; float32 where this processor computes that slowly (see `is_slow`), and for a
-        GGUF file, whose weights are dequantised; bfloat16 where they stay packed.
+        checkpoint's; float32 where this processor computes that slowly (see `is_slow`). For a GGUF
+        file ``auto`` is bfloat16 where `bfloat16_is_fast`, else float32.
     weights: how a CPU keeps them. ``packed``: those of a GGUF file stay packed; decoding multiplies
         them so, and every other pass unpacks layer after layer. ``auto``: in bfloat16 packed, and
         unpacked besides if both fit into memory; packed if they fit only so; else unpacked.
@@ -165,6 +167,8 @@ def _as_it_fits(
 
     Raises InvalidOption for options that contradict each other, and if packed weights do not fit.
     """
+    if dtype == "auto" and weights != "packed" and bfloat16_is_fast(place):
+        dtype = "bfloat16"
     unpacked = getattr(torch, "float32" if dtype == "auto" else dtype)
     available = available_bytes()
 
@@ -368,6 +372,29 @@ def bfloat16_is_slow(device: torch.device) -> bool:
     measured (docs/decisions.md), where float32 takes twice the memory.
     """
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def bfloat16_is_fast(device: torch.device) -> bool:
+    """Whether a CPU multiplies bfloat16 faster than float32, by a trial of some milliseconds.
+
+    False for other devices.
+    """
+    return device.type == "cpu" and not bfloat16_is_slow(device) and _bfloat16_wins()
+
+
+@cache
+def _bfloat16_wins() -> bool:
+    seconds = {}
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            rows, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+            taken = []
+            for _ in range(5):
+                began = perf_counter()
+                torch.nn.functional.linear(rows, weight)
+                taken.append(perf_counter() - began)
+            seconds[dtype] = min(taken)
+    return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
 def is_slow(dtype: torch.dtype | None, device: torch.device) -> bool:

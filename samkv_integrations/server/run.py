@@ -23,7 +23,7 @@ from samkv_integrations.chroma.client import Database
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.loading import Weights, load_model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy
@@ -41,7 +41,7 @@ _M_ARENA_MAX = -8  # of malloc.h
 class ServerSource:
     """The configuration of a server, which can be pickled for replicas. Keys are digests.
 
-    model: any name that `load_model` takes. device, dtype: as of `load_model`.
+    model: any name that `load_model` takes. device, dtype, weights: as of `load_model`.
     folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the
         database in ``folder``.
     """
@@ -49,6 +49,7 @@ class ServerSource:
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    weights: Weights = "auto"
     folder: Path
     chroma: str | None = None
     remote: str | None = None
@@ -67,7 +68,8 @@ class ServerSource:
         Raises as `load_model` and `Tenancy.engine` do.
         """
         scheduler = Scheduler(
-            load_model(self.model, device=self.device, dtype=self.dtype), self.limits
+            load_model(self.model, device=self.device, dtype=self.dtype, weights=self.weights),
+            self.limits,
         )
         tenancy = Tenancy(
             scheduler, self.folder, self.remote, database=self.database(), **self.options
