@@ -134,8 +134,13 @@ def remove(path: Path) -> int:
     try:
         found = path.lstat()
         if stat.S_ISDIR(found.st_mode):
-            shutil.rmtree(path)
-            return 0
+            for is_last in (False, False, True):
+                try:
+                    shutil.rmtree(path)
+                    return 0
+                except OSError as error:  # another thread has written into it meanwhile
+                    if is_last or error.errno != errno.ENOTEMPTY:
+                        raise
         path.unlink()
     except FileNotFoundError:
         return 0
