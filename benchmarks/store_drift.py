@@ -84,6 +84,7 @@ def parts(folder: Path, number: int, seed: int) -> Iterator[Row]:
             found=round(found / (3 * asked), 4),
             hits=round(reused / (3 * asked), 4),
         )
+    engine.make_beginnings()  # nothing is written any more, so that the folder can be deleted
 
 
 def main() -> None:
