@@ -26,11 +26,12 @@ class Option:
     description: one sentence for the reference, the fields of LLMs and the command line, which
         `declared` takes from the docstring below the option.
     unset: what None stands for; empty if there is no None.
-    allows, bounds: whether a value is allowed, and what is allowed, in words.
+    allows, bounds: whether a value is allowed, and what is allowed, in words. Without them an
+        engine accepts any value: only LLMs and the command line check the type by themselves.
     check: in place of these two, raises for a value that is not allowed.
     in_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name.
-    flag: whether commands that answer have a flag of this name. Other flags stand in
-        `samkv_integrations.cli.arguments`.
+    flag: whether commands that answer have a flag of this name; read for the options of an engine
+        only. All other flags stand in `samkv_integrations.cli.arguments`.
     """
 
     default: Any

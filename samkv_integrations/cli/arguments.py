@@ -31,7 +31,7 @@ REMOVED = {
     "samkv plan": "docs/scale.md has the sizes and times that it worked out",
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
-    "--seed": "the order of questions is fixed; change the file for other ones",
+    "--seed": "answers are greedy, and questions come in the order of their file",
     "--min-replicas": "the number of replicas is fixed; give --replicas",
     "--max-replicas": "the number of replicas is fixed; give --replicas",
     "--route": "put a proxy that hashes 'x-session-id' before several servers",

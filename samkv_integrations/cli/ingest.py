@@ -22,7 +22,7 @@ from samkv_integrations.cli.loading import (
     Ingested,
     bytes_of,
     ray_pool,
-    remember,
+    remembered,
     require_own_records,
     require_same,
     store_in,
@@ -120,22 +120,23 @@ def ingest(
         n_files = count(len(found.files), "document")
         raise EmptyInput(f"no text in {n_files}{why}; give some with text")
     link = ChromaLink(database.collection(collection, create=True), engine)
-    remember(
-        folder, engine.store, place,
-        Ingested(model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits),
+    settings = Ingested(
+        model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits
     )  # fmt: skip
     records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
     done: IngestResult
     failed: list[dict[str, str]] = []
     if pool is None:
-        done = link.add(*records, progress=True)
+        with remembered(folder, engine.store, place, settings):
+            done = link.add(*records, progress=True)
     else:
         source = ModelSource(
             model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
             namespace=index.namespace, store_bits=engine.store_bits, max_bytes=limit,
             kv_remote=index.remote,
         )  # fmt: skip
-        with redirect_stdout(sys.stderr):  # Ray writes there of a worker that ends
+        # Ray writes to standard output of a worker that ends
+        with remembered(folder, engine.store, place, settings), redirect_stdout(sys.stderr):
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, check_options
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption, SamkvError, UnknownOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -218,7 +218,7 @@ def require_same(
     folder: Path, database: Database, place: tuple[str, str], now: Ingested, dtype: str | None,
     files: Sequence[Path],
 ) -> None:  # fmt: skip
-    """Raises InvalidOption if a collection holds other documents, of another model or dtype.
+    """Raises InvalidOption if a collection holds other documents, of another model, dtype or bits.
 
     now: the settings for ``files``. dtype: the given one, if any.
     """
@@ -227,6 +227,8 @@ def require_same(
         what = f"model {before.model}"
     elif dtype not in (None, "auto", before.dtype):
         what = f"dtype {before.dtype}"
+    elif now.store_bits not in (None, before.store_bits):
+        what = f"--store-bits {before.store_bits}"
     else:
         return
     collection, sources = database.collection(place[1], create=True), list(map(str, files))
@@ -234,15 +236,28 @@ def require_same(
     if collection.get(where=others, limit=1, include=[])["ids"]:
         raise InvalidOption(
             f"collection {place[1]!r} holds other documents, ingested with {what}, and is asked "
-            "with one model and dtype; leave the option out, give another --collection, or ingest "
-            "all of its documents"
+            "with one model, dtype and --store-bits; leave the option out, give another "
+            "--collection, or ingest all of its documents"
         )
 
 
-def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
-    """Store the settings of a collection's ingest beside the caches."""
+@contextmanager
+def remembered(
+    folder: Path, store: Store, place: tuple[str, str], ingested: Ingested
+) -> Iterator[None]:
+    """Store the settings of a collection's ingest beside the caches, before it is done.
+
+    An ingest that fails, such as one that is refused, leaves the settings of before.
+    """
+    before = store.note(_NOTE)
     known = _remembered(folder / "kv") | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
+    try:
+        yield
+    except SamkvError:
+        if before is not None:
+            store.put_note(_NOTE, before)
+        raise
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:

@@ -35,7 +35,7 @@ def first_token(request: Request) -> FirstToken:
 
     Raises:
         PromptTooLong: prompt and answer exceed the context window.
-        InvalidOption: the method cannot be used with the model.
+        InvalidOption: the method cannot be used with the model, or chooses with a wrong shape.
         ChunkNotCached: a cache failed, and ``on_miss`` is ``error``.
     """
     resolved = request.resolved
@@ -242,6 +242,8 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         with request.stage("select"):
             selection = method.select.choose(scores, inputs, layout)
             recompute = method.recompute.choose(selection, inputs, layout)
+            _check_shape(method, "select", selection.keep, (n_layers, layout.n_blocks))
+            _check_shape(method, "recompute", recompute, (n_layers, layout.n_context))
             plan = plan_of(selection.keep, recompute)
         with request.stage("load"):
             # before the check layer has been computed, any kept entry may be needed
@@ -277,6 +279,15 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
                 request.prefixes.keep(choice.leaves)
         report = _report_of(request, choice, cache, last_plan)
         return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+
+
+def _check_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, int]) -> None:
+    """Raises InvalidOption for a choice of another shape, which might be broadcast."""
+    if chosen.shape != shape:
+        raise InvalidOption(
+            f"method {method.name!r}: its {part} part chose with shape {tuple(chosen.shape)}; it "
+            f"must be {shape}, layers first"
+        )
 
 
 def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: PassPlan) -> Report:

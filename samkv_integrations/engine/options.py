@@ -1,9 +1,10 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the fields of both frameworks' LLMs (`samkv_integrations.llm.fields`), flags
-of the command line (`samkv_integrations.cli.arguments`) and the tables of the API reference. The
-code that uses an option reads it from `Engine`'s arguments or from `AnswerSettings`. The options of
-sampling are declared where they are used, in `samkv_integrations.model.sampling`.
+From here come the fields of both frameworks' LLMs (`samkv_integrations.llm.fields`), the flags of
+an engine's options (`samkv_integrations.cli.arguments`) and the tables of the API reference. The
+code that uses an option reads it from `Engine`'s arguments or from `AnswerSettings`, which repeat
+its name and default. The options of sampling are declared where they are used, in
+`samkv_integrations.model.sampling`.
 
 Nothing here imports torch, so that ``samkv --help`` need not wait for it. For the same reason types
 of the engine stand in quotes.

@@ -131,7 +131,7 @@ class FirstToken:
     """The result of the prompt's pass.
 
     logits: (vocabulary,) of the first token. cache: KV entries for the tokens after it. report:
-    ``ttft_s`` and the figures of decoding are still 0.
+    figures that `RunningAnswer` and `AnswerStream` add, such as ``ttft_s``, are still 0.
     """
 
     logits: Tensor

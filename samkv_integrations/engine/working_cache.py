@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from samkv_integrations.cache.formats.quantise import Entries
 from samkv_integrations.engine.loader import Context
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction.base import Chooser, DroppingEviction, Seen, SparseEviction
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention
@@ -194,7 +195,13 @@ class DenseCache(WorkingCache):
         if entries.at is not None and entries.window is not None and entries.window < most:
             self._trim(layer, entries.at, entries.window)
         elif self._keepers:
-            self.keep(layer, self._keepers[layer].prompt(entries.seen))
+            slots, n_kv_heads = self._keepers[layer].prompt(entries.seen), entries.keys.shape[1]
+            if slots is not None and slots.shape[1:] != (n_kv_heads,):
+                raise InvalidOption(
+                    f"a keeper chose slots of shape {tuple(slots.shape)}; it must be "
+                    f"({self._keepers[layer].budget}, {n_kv_heads}), key-value heads last"
+                )
+            self.keep(layer, slots)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float

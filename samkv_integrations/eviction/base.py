@@ -25,10 +25,11 @@ TILE = 2**23
 class Seen:
     """The attention of one layer over the entries that it holds, in order of position.
 
-    During decoding the order may be any, as long as the newest entry is the last one.
+    During decoding the order may be any, as long as the newest entry is the last one. Rules do not
+    see the entries' values.
 
     query: (H, R, D) after RoPE, of entries that have just been computed.
-    slots: (R,) their places among the held entries; an entry sees those up to its own place.
+    slots: (R,) CPU, their places among the held entries; an entry sees those up to its own place.
     keys: (S, G, D), rotated. scaling: the model's.
     """
 
@@ -120,7 +121,7 @@ class Sliding(Once):
 class Eviction(ABC):
     """A rule for the KV entries that the tokens after the first attend to.
 
-    Subclass `DroppingEviction` or `SparseEviction`.
+    Subclass `DroppingEviction` or `SparseEviction`, and set ``name``, ``paper`` and ``summary``.
 
     budget_tokens, budget_ratio: entries of each layer and head, as a number or as a share of the
         whole prompt; give exactly one. A share is raised to `min_tokens` if it is smaller.

@@ -271,7 +271,10 @@ class Method:
     def __post_init__(self) -> None:
         unknown = (self.select.needs | self.recompute.needs) - NEEDED
         if unknown:
-            raise InvalidOption(f"method {self.name!r} needs {sorted(unknown)}; known: {NEEDED}")
+            raise InvalidOption(
+                f"method {self.name!r} needs {', '.join(sorted(unknown))}; known: "
+                f"{', '.join(sorted(NEEDED))}"
+            )
         if self.positions not in ("global", "local"):
             raise InvalidOption(f"positions={self.positions!r}; allowed: global, local")
 

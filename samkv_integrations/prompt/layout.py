@@ -1,7 +1,6 @@
 """The layout of a prompt: the runs of tokens that chunks have in it, their positions and blocks.
 
-Shapes, one legend for the whole package: L layers, H query heads, G key-value heads, D head dim,
-T tokens, S kept tokens, B block size, N blocks, C chunks in a request, R computed tokens.
+docs/architecture.md has the legend of shapes.
 """
 
 from __future__ import annotations

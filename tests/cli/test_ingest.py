@@ -269,3 +269,15 @@ def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chroma_server_is_an_address(town: Path, tiny: str, server: str) -> None:
     line = error_of("ingest", str(town), "--model", tiny, "--chroma", server)
     assert f"Chroma server {server!r}; give http://HOST:PORT" in line
+
+
+def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -> None:
+    """Other bits are refused where other machines have the caches, and for a part of the files."""
+    ran("ingest", str(town), "--model", tiny)
+    ran("store", "push", "--remote", Path("usb").absolute().as_uri())
+    assert "remote tier" in error_of("ingest", str(town), "--store-bits", "8")
+    Path("more.txt").write_text("Another note, which is long enough to be cached.")
+    refused = error_of("ingest", "more.txt", "--store-bits", "8")
+    assert "ingested with --store-bits 4" in refused
+    (row,) = rows_of("ask", RECORDS[0].question, "--method", "reuse")
+    assert row["reused"] > 0

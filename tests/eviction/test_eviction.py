@@ -541,6 +541,15 @@ def test_a_rule_that_neither_drops_nor_chooses() -> None:
         get_eviction(Mine(budget_ratio=0.1))
 
 
+def test_slots_of_another_shape_are_an_error(engines: Callable[[str], Engine]) -> None:
+    class Mine(H2O):
+        def keeper(self, budget: int) -> Keeper:
+            return Once(budget, lambda _: torch.arange(budget))
+
+    with pytest.raises(InvalidOption, match=r"slots of shape \(9,\); it must be \(9, 2\)"):
+        asked(engines("llama"), "reuse", Mine(budget_tokens=9))
+
+
 # -- anything -----------------------------------------------------------------------------------
 
 

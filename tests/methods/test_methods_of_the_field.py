@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.methods import Method
+from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.a3 import A3Recompute
 from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
@@ -297,6 +298,30 @@ def test_bad_options_name_the_value_and_what_is_allowed(
         part(**{option: value})
     assert f"{option}={value!r}" in str(raised.value)
     assert allowed in str(raised.value)
+
+
+def test_a_need_that_does_not_exist_lists_those_that_do() -> None:
+    class Needy(SelectAll):
+        needs = frozenset(("values",))  # type: ignore[assignment]
+
+    known = "needs values; known: anchor_mean, block_means, local_query, statistics$"
+    with pytest.raises(InvalidOption, match=known):
+        replace(METHODS["reuse"], select=Needy())
+
+
+def test_a_choice_without_layers_is_an_error() -> None:
+    class Flat(RecomputeNone):
+        def choose(self, *given: Any) -> torch.Tensor:
+            return super().choose(*given)[0]
+
+    class FlatSelect(SelectAll):
+        def choose(self, *given: Any) -> Selection:
+            return Selection(keep=super().choose(*given).keep[0])
+
+    for part, flat in (("recompute", Flat()), ("select", FlatSelect())):
+        method = replace(METHODS["reuse"], name="flat", **{part: flat})
+        with pytest.raises(InvalidOption, match=rf"'flat': its {part} .*shape .*; it must be \("):
+            first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
 
 
 # --- anything ----------------------------------------------------------------------------------
