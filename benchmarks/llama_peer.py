@@ -17,7 +17,7 @@ from itertools import islice
 from llama_cpp import Llama  # type: ignore[import-not-found]
 
 
-def main() -> None:
+def answer_lines() -> None:
     """Answer until standard input ends."""
     file, n_threads = sys.argv[1], int(sys.argv[2])
     llm = Llama(
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines()

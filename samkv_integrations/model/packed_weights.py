@@ -37,10 +37,10 @@ MOST_TOKENS_UNPACKING = 128
 """The same where the weights must be unpacked first, which takes as long as 200 tokens."""
 
 _GROUP = 32
-_BLOCK_NUMBERS = 2**20
+BLOCK_NUMBERS = 2**20
 """Weights that are unpacked at a time while a model is loaded, and in products by row blocks."""
 
-_MOST_WHOLE = 2**26
+MOST_WHOLE = 2**26
 """Weights of the largest matrix that a product unpacks whole; only output matrices are larger."""
 
 
@@ -138,7 +138,7 @@ class FileMatrix:
             ) from error
 
 
-def row_blocks(matrix: Exact, n_numbers: int = _BLOCK_NUMBERS) -> Iterator[tuple[int, int]]:
+def row_blocks(matrix: Exact, n_numbers: int = BLOCK_NUMBERS) -> Iterator[tuple[int, int]]:
     """First and last row of blocks of about so many numbers; all but the last of 64 x n rows."""
     step = max(1, n_numbers // matrix.n_columns // 64) * 64
     for first in range(0, matrix.n_rows, step):
@@ -147,7 +147,7 @@ def row_blocks(matrix: Exact, n_numbers: int = _BLOCK_NUMBERS) -> Iterator[tuple
 
 def unpack(matrix: Exact, first: int, last: int, into: Tensor) -> Tensor:
     """``into`` (last - first, n_columns), filled with these rows, and no copy of all of them."""
-    step = max(1, _BLOCK_NUMBERS // matrix.n_columns)
+    step = max(1, BLOCK_NUMBERS // matrix.n_columns)
     for at in range(first, last, step):
         end = min(at + step, last)
         into[at - first : end - first] = matrix.rows(at, end)
@@ -329,7 +329,7 @@ class Buffer:
     def product(self, x: Tensor, matrix: Exact, bias: Tensor | None) -> Tensor:
         """The exact linear layer; of a large one, blocks of rows are unpacked."""
         n_numbers = matrix.n_rows * matrix.n_columns
-        is_whole = n_numbers <= _MOST_WHOLE
+        is_whole = n_numbers <= MOST_WHOLE
         products = []
         with self._lock:
             for first, last in [(0, matrix.n_rows)] if is_whole else row_blocks(matrix):

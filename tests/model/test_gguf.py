@@ -32,6 +32,12 @@ from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
 TEXT = "In the other town <|end|> is 1984's café:\n\n\tthe\u00a0theatre 🙂"
 
 
+@pytest.fixture(autouse=True)
+def float32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every machine: whether bfloat16 is faster is measured."""
+    monkeypatch.setattr("samkv_integrations.model.loading.bfloat16_is_fast", lambda device: False)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model_for_gguf("llama"))

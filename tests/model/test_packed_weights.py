@@ -72,7 +72,7 @@ class TestMatrices:
     def test_the_product_is_that_of_the_values(
         self, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(packed_weights, "_BLOCK_NUMBERS", 64 * 256)  # three blocks of rows
+        monkeypatch.setattr(packed_weights, "BLOCK_NUMBERS", 64 * 256)  # three blocks of rows
         matrix, values = matrix_of(kind, tmp_path)
         packed = pack(matrix)
         assert packed.n_bytes == packed_bytes(kind, (144, 256))
@@ -118,8 +118,8 @@ class TestMatrices:
             pack(matrix), matrix, torch.nn.Parameter(bias), packed_weights.Buffer()
         )
         assert torch.equal(layer(x), expected)
-        monkeypatch.setattr(packed_weights, "_MOST_WHOLE", 1)
-        monkeypatch.setattr(packed_weights, "_BLOCK_NUMBERS", 64 * 256)
+        monkeypatch.setattr(packed_weights, "MOST_WHOLE", 1)
+        monkeypatch.setattr(packed_weights, "BLOCK_NUMBERS", 64 * 256)
         torch.testing.assert_close(layer(x), expected)
 
     def test_a_file_that_is_changed_or_cut(self, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ class TestModels:
         Engine(load(file, weights="packed"), store).cache_chunks(TEXTS)
         other = Engine(load(file, dtype="bfloat16", weights="unpacked"), store)
         assert all(map(other.is_cached, TEXTS))
-        in_float32 = Engine(load(file, weights="unpacked"), store)
+        in_float32 = Engine(load(file, dtype="float32", weights="unpacked"), store)
         assert not any(map(in_float32.is_cached, TEXTS))
 
     def test_answers_are_those_of_unpacked_weights(self, file: Path) -> None:
@@ -255,7 +255,8 @@ class TestChoices:
             (True, {"dtype": "float32"}, ("float32", "unpacked", True)),
             (False, {}, ("bfloat16", "packed", False)),
             (True, {"weights": "packed"}, ("bfloat16", "packed", False)),
-            (False, {"weights": "unpacked"}, ("float32", "unpacked", True)),
+            (False, {"weights": "unpacked"}, ("bfloat16", "unpacked", True)),
+            (True, {}, ("bfloat16", "packed", True)),
         ],
     )
     def test_by_memory(
@@ -264,9 +265,17 @@ class TestChoices:
     ) -> None:  # fmt: skip
         n_bytes = 1.2 * GgufFile(llama).n_bytes(torch.bfloat16, "both" if is_plenty else "packed")
         monkeypatch.setattr(loading, "available_bytes", lambda: n_bytes)
+        monkeypatch.setattr(loading, "bfloat16_is_fast", lambda device: True)
         model = load(llama, **options)
         layer: Any = model.hf.model.layers[0].mlp.up_proj
         assert (model.dtype_name, model.weights, layer.weight is not None) == expected
+
+    @pytest.mark.parametrize("is_fast", [True, False])
+    def test_auto_is_what_the_processor_multiplies_fast(
+        self, is_fast: bool, llama: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loading, "bfloat16_is_fast", lambda device: is_fast)
+        assert load(llama).dtype_name == ("bfloat16" if is_fast else "float32")
 
     @pytest.mark.parametrize("options", [{"weights": "packed"}, {"dtype": "bfloat16"}])
     def test_too_little_memory(

@@ -70,7 +70,7 @@ def dictated(*texts: str) -> Any:
             super().__init__(model, *arguments)
             self._left = iter([*model.tokenize(next(left), special=True), *model.eos_ids])
 
-        def next(self, logits: Tensor) -> int:
+        def next_if_sure(self, logits: Tensor, tolerance: float) -> int:
             return next(self._left)
 
     return mock.patch.object(scheduler_module, "Sampler", Dictated)
