@@ -174,7 +174,10 @@ class RunningAnswer:
         if self.lookup is None or self._is_unsure or not self.lookup.has_any:
             return []
         most = min(most, self.request.settings.draft, self.request.capacity - self._n_tokens - 1)
-        return self.lookup.draft(RowCosts.of(self.request.model).relative, most)
+        costs = RowCosts.of(self.request.model)
+        if costs.tolerance and not self.request.settings.sampling.is_greedy:
+            return []  # a draw near a limit would depend on the last bits
+        return self.lookup.draft(costs.relative, most)
 
     def advance(self, drafted: Sequence[int], logits: Tensor, seconds: float) -> None:
         """Add the tokens that a step gave, up to the first one that was not drafted.

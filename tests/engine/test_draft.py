@@ -80,6 +80,8 @@ def test_an_answer_does_not_depend_on_drafts(
     assert drafted.report.completion_tokens == plain.report.completion_tokens
     assert drafted.report.decode_kv_bytes == plain.report.decode_kv_bytes
     assert plain.report.tokens_per_step == 1
+    # greedy float32 may repeat a step whose best two logits are close
+    assert drafted.report.tokens_per_step >= 1
     drops = eviction in ("streaming-llm", "h2o", "sage-kv")  # during the answer
     is_random_in_float32 = options and engine.model.dtype == torch.float32
     assert (drafted.report.tokens_per_step > 1.5) == (not (drops or is_random_in_float32))
