@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from samkv_integrations import ChunkStore, Engine
+from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma.client import connect_collection
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.prompt.rag_template import rag_prompt
@@ -106,18 +105,24 @@ class Alone:
         assert (found.report.reused, found.report.chunk_misses) == (len(texts), {})
         return found.text
 
-    def answers(self, question: str, texts: Sequence[str], n_as_text: int) -> set[str]:
-        """With all choices of so many chunks that are computed as text."""
-        found = set()
-        for left in combinations(dict.fromkeys(texts), len(texts) - n_as_text):
-            with TemporaryDirectory() as folder:
-                empty = ChunkStore(Path(folder) / "kv")
-                engine = Engine(builtin(), empty, method="reuse", store_bits=BITS)
-                engine.cache_chunks(left)
+    def answers(
+        self, question: str, texts: Sequence[str], *, n_as_text: int, has_exact: bool
+    ) -> set[str]:
+        """With all choices of so many chunks that are computed as text.
+
+        has_exact: and with the first chunk or more as in full prefill, like an exact beginning or
+        what an earlier answer left in memory.
+        """
+        texts, found = tuple(dict.fromkeys(texts)), set()
+        for n_exact in range(1, len(texts) + 1) if has_exact else (0,):
+            for as_text in combinations(texts[n_exact:], n_as_text):
+                cached = [text for text in texts[n_exact:] if text not in as_text]
+                engine = Engine(builtin(), MemoryStore(), method="reuse", store_bits=BITS)
+                engine.cache_chunks(cached)
                 answer = engine.generate(
                     rag_prompt(question, texts), texts, max_new_tokens=8, on_miss="text"
                 )
-                assert answer.report.reused == len(left)
+                assert answer.report.reused == len(cached)
                 found.add(answer.text)
         return found
 
@@ -207,8 +212,11 @@ def wrong(world: World, served: Sequence[Served]) -> list[Served]:
     found = []
     for one in served:
         question, asked = ASKED[one.place].question, (one.place, one.sources)
-        if one.n_as_text:
-            is_right = one.text in alone.answers(question, one.sources, one.n_as_text)
+        if one.n_as_text or one.samkv["exact_tokens"]:
+            is_right = one.text in alone.answers(
+                question, one.sources, n_as_text=one.n_as_text,
+                has_exact=one.samkv["exact_tokens"] > 0,
+            )  # fmt: skip
         else:
             if asked not in with_all:
                 with_all[asked] = alone.answer(question, one.sources)
