@@ -13,6 +13,7 @@ BENCHMARKS = {
     "ingest": "tokens a second of caching chunks, against a plain forward",
     "serve": "throughput and latencies of a server under load, methods side by side",
     "answer_grid": "whole answers against plain transformers' generate",
+    "decoding": "right answers and seconds with packed weights and with drafts",
     "count": "lines of code and files of the wheel, by package",
     "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",
     "hostile_clients": "whether normal clients of a server notice hostile ones",

@@ -1,0 +1,119 @@
+"""Whether packed weights and drafts change answers, and what a whole answer costs with each.
+
+    python -m benchmarks decoding --model MODEL.gguf --data FOLDER --output RUN
+
+Every question is answered with unpacked weights, with packed ones, and with packed ones and drafts,
+from the same caches. A run that was interrupted goes on. Times are CPU seconds of whole answers,
+so that other work on the machine counts little; run it with OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+from tqdm.auto import tqdm
+
+from benchmarks.commands import STDOUT, command_line, write
+from benchmarks.journal import Journal
+from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
+from benchmarks.run_settings import hardware
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cli.loading import use_threads_for
+from samkv_integrations.cli.tables import markdown_table
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.evaluation import Paired, is_right
+from samkv_integrations.formatting import Row, commit
+from samkv_integrations.model.loading import load_model
+
+WAYS = {"unpacked": 0, "packed": 0, "packed, drafts": 7}
+"""Label of each way -> its ``draft``."""
+
+
+def _measure(engines: dict[str, Engine], asked: Asked, most: int, first: int) -> list[Row]:
+    question, rows = asked.question, []
+    ways = list(engines)
+    for label in ways[first:] + ways[:first]:  # in turns, so that no way is always the first
+        engine, documents = engines[label], list(question.documents)
+        prompt = question.prompt(chat=engine.model.has_chat_template)
+        began = time.process_time()
+        answer = engine.generate(prompt, documents, max_new_tokens=most, draft=WAYS[label])
+        rows.append({
+            "id": question.id, "label": label, "kind": asked.kind, "text": answer.text,
+            "right": is_right(answer.text, question.answers),
+            "whole_s": round(time.process_time() - began, 4),
+            "tokens": answer.report.completion_tokens,
+            "tokens_per_step": answer.report.tokens_per_step, "commit": commit(),
+        })  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each way, over the questions that were answered in every way."""
+    by_id: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_id.setdefault(row["id"], {})[row["label"]] = row
+    whole = [found for found in by_id.values() if len(found) == len(WAYS)]
+    cells = []
+    for before, label in zip(["unpacked", *WAYS], WAYS, strict=False):
+        mine, theirs = [each[label] for each in whole], [each[before] for each in whole]
+        paired = Paired.of([row["right"] for row in mine], [row["right"] for row in theirs])
+        same = sum(own["text"] == other["text"] for own, other in zip(mine, theirs, strict=True))
+        ratio = sum(row["whole_s"] for row in mine) / sum(row["whole_s"] for row in theirs)
+        steps = sum(row["tokens"] / row["tokens_per_step"] for row in mine)
+        cells.append([
+            label, f"{paired.right} of {len(whole)}", f"{paired.lost}, {paired.won}",
+            paired.points, str(same), f"{ratio:.2f}",
+            f"{fmean(row['tokens'] for row in mine):.1f}",
+            f"{sum(row['tokens'] for row in mine) / steps:.2f}",
+        ])  # fmt: skip
+    columns = (
+        "way", "right", "lost, won against the line above", "difference, points (95 %)",
+        "same text", "CPU seconds of the line above", "tokens", "tokens a step",
+    )  # fmt: skip
+    return markdown_table(columns, cells, left=1)
+
+
+def decoding(
+    model: Annotated[str, typer.Option(help="GGUF file or 'smollm2'.")],
+    data: Annotated[Path, typer.Option(help="A folder of hotpotqa.jsonl and the others.")],
+    most: Annotated[int | None, typer.Option(help="At most so many questions.")] = None,
+    tokens: Annotated[int, typer.Option(help="Of the longest answer.")] = 24,
+    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(".samkv/decoding"),
+) -> None:
+    """Whether packed weights and drafts change answers, and what a whole answer costs."""
+    asked = questions_of([*(str(data / spec) for spec in STANDARD), str(PACKAGES)])[:most]
+    use_threads_for(model)
+    unpacked = Engine(load_model(model, dtype="bfloat16", weights="unpacked"))
+    packed = Engine(load_model(model, dtype="bfloat16", weights="auto"))
+    if packed.model.weights == "unpacked":
+        raise InvalidOption(f"{model!r} is not packed here; give a GGUF file, and more memory")
+    settings = {"model": re.split(r"[/\\]", model)[-1], "tokens": tokens}
+    with Journal(output, settings) as journal:
+        typer.echo(f"{hardware(packed.model)}", err=True)
+        for number, one in enumerate(tqdm(asked, desc="asking")):
+            if all((one.question.id, label) in journal.rows for label in WAYS):
+                continue
+            with TemporaryDirectory() as folder:
+                store, engines = ChunkStore(folder), {}
+                for label in WAYS:
+                    loaded = unpacked if label == "unpacked" else packed
+                    engines[label] = Engine(
+                        loaded.model, store, prefix_bytes=0, exact_beginnings=False,
+                        scheduler=loaded.scheduler,
+                    )  # fmt: skip
+                engines["unpacked"].cache_chunks(one.question.documents)
+                for row in _measure(engines, one, tokens, number % len(WAYS)):
+                    journal.add(row)
+        write(table(list(journal.rows.values())), STDOUT)
+
+
+app = command_line(decoding)
+main = app
