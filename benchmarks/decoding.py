@@ -38,7 +38,7 @@ WAYS = {"unpacked": 0, "packed": 0, "packed, drafts": 7}
 
 
 def _measure(engines: dict[str, Engine], asked: Asked, most: int, first: int) -> list[Row]:
-    question, rows = asked.question, []
+    question, rows = asked.question, list[Row]()
     ways = list(engines)
     for label in ways[first:] + ways[:first]:  # in turns, so that no way is always the first
         engine, documents = engines[label], list(question.documents)
@@ -102,7 +102,7 @@ def decoding(
             if all((one.question.id, label) in journal.rows for label in WAYS):
                 continue
             with TemporaryDirectory() as folder:
-                store, engines = ChunkStore(folder), {}
+                store, engines = ChunkStore(folder), dict[str, Engine]()
                 for label in WAYS:
                     loaded = unpacked if label == "unpacked" else packed
                     engines[label] = Engine(
