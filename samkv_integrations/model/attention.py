@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -73,9 +73,11 @@ def attention(
     sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
     """
     (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
-    is_explicit = score_cap is not None or sinks is not None
-    more_rows, more_keys = _more(n_rows, n_keys, causal)
     is_compiled = query.device.type == "cpu" and query.dtype.itemsize == 2
+    is_explicit = score_cap is not None or sinks is not None
+    if mask is not None and n_rows >= _MANY_ROWS and is_compiled:
+        is_explicit |= query.dtype == torch.bfloat16 and products_are_faster()
+    more_rows, more_keys = _more(n_rows, n_keys, causal)
     if is_compiled and (more_rows or more_keys) and (is_explicit or n_rows >= _MANY_ROWS):
         query = F.pad(query, (0, 0, 0, more_rows))
         key, value = (F.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
@@ -130,8 +132,32 @@ def _more(n_rows: int, n_keys: int, causal: bool) -> tuple[int, int]:
     return -n_rows % 16 if n_rows > 16 else 0, more_keys
 
 
-_SCORES = 1 << 24
-"""Scores that are computed at a time, where that is done explicitly."""
+_SCORES = 1 << 18
+"""Scores that are computed at a time, where that is done explicitly: they fit a core's cache."""
+
+
+@cache
+def products_are_faster() -> bool:
+    """Whether scores as a product of matrices beat the fused kernel of a CPU, by a trial of .05 s.
+
+    With a mask, in bfloat16, some processors then take less than half of the time; the fused kernel
+    keeps scores in float32, products round them to bfloat16 (docs/decisions.md).
+    """
+    with torch.inference_mode():
+        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+        query, key = torch.ones(1, 8, 128, 64, **kind), torch.ones(1, 2, 640, 64, **kind)
+        mask = torch.zeros(128, 640, **kind)
+        fused = partial(
+            F.scaled_dot_product_attention, query, key, key, mask, scale=0.125, enable_gqa=True
+        )
+        products = partial(_explicit_attention, query, key, key, 0.125, mask, False, None, None)
+        seconds: dict[Callable[[], Tensor], list[float]] = {fused: [], products: []}
+        for _ in range(4):
+            for attend, taken in seconds.items():
+                start = perf_counter()
+                attend()
+                taken.append(perf_counter() - start)
+    return min(seconds[products]) < 0.8 * min(seconds[fused])
 
 
 def _explicit_attention(
@@ -140,12 +166,13 @@ def _explicit_attention(
 ) -> Tensor:  # fmt: skip
     """`attention`, what no kernel does."""
     (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
-    tile, outputs = max(1, _SCORES // (n_batch * n_heads * n_keys)), []
+    tile = max(16, _SCORES // (n_batch * n_heads * n_keys) // 16 * 16)  # few shapes, see `_more`
+    query, outputs = query * scaling, []
     for start in range(0, n_rows, tile):
         rows = slice(start, min(start + tile, n_rows))
         # The heads of a group are more queries of its key-value head, which is not copied for them.
         grouped = query[:, :, rows].reshape(n_batch, n_kv_heads, -1, size)
-        scores = (grouped @ key.mT * scaling).view(n_batch, n_heads, -1, n_keys)
+        scores = (grouped @ key.mT).view(n_batch, n_heads, -1, n_keys)
         if score_cap is not None:
             scores = torch.tanh(scores / score_cap) * score_cap
         seen = mask

@@ -57,8 +57,9 @@ def test_the_first_token_of_all_sees_itself_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked", "of_family", "shape"),
+    ("products", "dtype", "masked", "of_family", "shape"),
     covering(
+        [False, True],
         [torch.bfloat16, torch.float16],
         ["no", "causal", "of tokens", "of a row", "added", "of heads"],
         ["llama", "gemma2", "gpt_oss"],
@@ -66,10 +67,15 @@ def test_the_first_token_of_all_sees_itself_only() -> None:
         times=3,
     ),
 )
-def test_zeros_in_16_bits_change_nothing(
-    dtype: torch.dtype, masked: str, of_family: str, shape: tuple[int, int]
-) -> None:
-    """Against the same numbers in float32, which get none; nor are gradients of them NaN."""
+def test_zeros_and_products_in_16_bits_change_nothing(
+    products: bool, dtype: torch.dtype, masked: str, of_family: str, shape: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Against the same numbers in float32, which get none; nor are gradients of them NaN.
+
+    products: whether this processor has attention with a mask computed as products of matrices.
+    """
+    monkeypatch.setattr("samkv_integrations.model.attention.products_are_faster", lambda: products)
     n_rows, n_keys = shape
     n_keys = n_rows if masked == "causal" else n_keys
     shapes = ((HEADS, n_rows), (2, n_keys), (2, n_keys))
