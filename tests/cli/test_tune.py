@@ -32,13 +32,14 @@ def test_tune_counts_right_answers_and_writes_a_setting_that_ask_takes(town: Pat
     # in float32: one of 14 answers hangs on how 16 bits are rounded
     ran("ingest", str(town), "--collection", "town", "--dtype", "float32")
     asked = [json.loads(line) for line in (town / "questions.jsonl").read_text().splitlines()]
-    asked += [{"question": "Who knows?"}, {"question": "Where?", "answers": []}]
+    asked += [{"question": "Who knows?"}, {"question": "Where?", "answers": []}, asked[1]]
     asked[0]["answers"] = ["an answer that stands nowhere"]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
     options = ("--collection", "town", "--questions", "asked.jsonl", "--lose", "45")
     found = tuned(*options)
     assert found["lose"] == 0.45
     assert (found["without_answers"], found["answers_in_no_document"]) == (2, 1)
+    assert found["repeated"] == 1
     assert found["why"] == "" and found["held_out"][0]["difference"] >= -0.45
     setting = read_tuned(Path(".samkv/kv"))["builtin"]
     assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
@@ -77,7 +78,10 @@ def test_tune_says_what_is_wrong(town: Path) -> None:
     Path("empty.jsonl").touch()
     assert "empty.jsonl holds no question" in error_of("tune", "--questions", "empty.jsonl")
     Path("bare.jsonl").write_text('{"question": "Who?", "answers": ["the"]}')
-    assert 'no gold answers; give "answers"' in error_of("tune", "--questions", "bare.jsonl")
+    few = error_of("tune", "--questions", "bare.jsonl")
+    assert "bare.jsonl has 0 different questions with gold answers, and 5 are needed" in few
+    Path("same.jsonl").write_text('{"question": "Who?", "answers": ["Ida"]}\n' * 5)
+    assert "has 1 different question with" in error_of("tune", "--questions", "same.jsonl")
     ran("ingest", str(town), "--collection", "town")
     assert "unknown collection 'twon'" in error_of(*given, "--collection", "twon")
     given = (*given, "--collection", "town")
