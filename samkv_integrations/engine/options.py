@@ -149,9 +149,11 @@ class StoreOptions(TypedDict, total=False):
     namespace: Annotated[str | None, Option(default=None, unset="the engine's, '' by default")]
     """Owner of the chunk caches, such as a tenant: those of other namespaces are neither found nor
     read."""
-    max_bytes: Annotated[int | None, Option(default=None, unset="the limit that was set before")]
-    """Most bytes of all chunk caches in kv_dir, for every process from now on; the least recently
-    used are evicted."""
+    max_bytes: Annotated[
+        int | str | None, Option(default=None, unset="the limit that was set before")
+    ]
+    """Most bytes of all chunk caches in kv_dir, a number or a size such as '20GB', for every
+    process from now on; the least recently used are evicted."""
 
 
 METHOD = Option(default=None, unset="as tuned, else 'auto'", check=check_method, flag=False)

@@ -81,7 +81,7 @@ class Arguments(BaseModel):
     Raises UnknownOption for an argument that does not exist, InvalidOption for a wrong type.
     """
 
-    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"torch_dtype": "give dtype"})
     """Name of an option that is given elsewhere -> where to give it."""
 
     @model_validator(mode="wrap")
@@ -155,7 +155,7 @@ if TYPE_CHECKING:
         kv_dir: str | Path | None = None
         kv_remote: str | None = None
         namespace: str | None = None
-        max_bytes: int | None = None
+        max_bytes: int | str | None = None
         store_bits: int | None = None
         exact_beginnings: bool | None = None
 
