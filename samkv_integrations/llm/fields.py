@@ -41,10 +41,12 @@ _KINDS: Mapping[str, Any] = MappingProxyType(
         "method": SkipValidation[str | None],  # type: ignore[misc]
         "eviction": SkipValidation[str | None],  # type: ignore[misc]
         "on_miss": SkipValidation[OnMiss],  # type: ignore[misc]
+        "model_name": str,
+        "dtype": str,
     }
 )
-"""Types of options that are names in an LLM, and may be objects elsewhere. Not validated by
-pydantic: the checks of the options list the allowed names."""
+"""Types of options that are names in an LLM, and may be objects elsewhere. Those of methods and the
+like are not validated by pydantic: the checks of the options list the allowed names."""
 
 
 def with_fields(name: str, options: Declared) -> type[BaseModel]:
