@@ -231,7 +231,11 @@ class ChunkStore(Store):
 
 
 def _quotas(quota: object) -> dict[str, int]:
-    """Bytes by namespace. Raises InvalidOption for any but a mapping of namespaces to sizes."""
+    """Bytes by namespace; None is no limit. Raises InvalidOption for what is no such mapping."""
     if quota is not None and not isinstance(quota, Mapping):
         raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
-    return {check_namespace(name): bytes_of(name, size) for name, size in (quota or {}).items()}
+    return {
+        check_namespace(name): bytes_of(name, size)
+        for name, size in (quota or {}).items()
+        if size is not None
+    }
