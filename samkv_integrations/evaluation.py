@@ -24,9 +24,6 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import rag_prompt
 
-ANSWER_TOKENS = 16
-"""Longest answer to a question that does not give its own limit."""
-
 YES_NO = frozenset(("yes", "no"))
 _RESAMPLES = 10_000
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -45,7 +42,6 @@ class Question:
     id: str = "1"
     answers: tuple[str, ...] = ()
     documents: tuple[str, ...] = ()
-    max_new_tokens: int = ANSWER_TOKENS
 
     @property
     def has_gold(self) -> bool:
