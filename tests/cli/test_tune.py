@@ -15,7 +15,7 @@ from samkv_integrations.engine.tuned import (
     read_tuned,
     write_tuned,
 )
-from tests.cli.running import error_of, ran, rows_of, run
+from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
 FAST = ("--top-k", "2", "--max-new-tokens", "4")
@@ -65,29 +65,6 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
     assert not Path(".samkv/kv", TUNED_FILE).exists()
 
 
-def test_tune_says_what_is_wrong(town: Path) -> None:
-    given = ("tune", "--questions", "town/questions.jsonl")
-    assert "'--lose': Input should be a valid number" in run(*given, "--lose", "x").stderr
-    assert (
-        "'--top-k': Input should be greater than or equal to 1"
-        in run(*given, "--top-k", "0").stderr
-    )
-    assert "Missing option '--questions'" in run("tune").stderr
-    assert "'--check' was removed; run 'samkv tune --no-write'" in error_of(*given, "--check")
-    assert "holds no Chroma database" in error_of(*given)
-    Path("empty.jsonl").touch()
-    assert "empty.jsonl holds no question" in error_of("tune", "--questions", "empty.jsonl")
-    Path("bare.jsonl").write_text('{"question": "Who?", "answers": ["the"]}')
-    few = error_of("tune", "--questions", "bare.jsonl")
-    assert "bare.jsonl has 0 different questions with gold answers, and 5 are needed" in few
-    Path("same.jsonl").write_text('{"question": "Who?", "answers": ["Ida"]}\n' * 5)
-    assert "has 1 different question with" in error_of("tune", "--questions", "same.jsonl")
-    ran("ingest", str(town), "--collection", "town")
-    assert "unknown collection 'twon'" in error_of(*given, "--collection", "twon")
-    given = (*given, "--collection", "town")
-    assert "--lose -1; it must be a number of points from 0" in error_of(*given, "--lose", "-1")
-
-
 @pytest.mark.slow  # every setting answers a question
 def test_another_machine_tunes_on_caches_of_a_remote_tier(
     town: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,3 +95,10 @@ def test_options_without_a_method_are_of_the_default_one(town: Path) -> None:
     ask = ("ask", RECORDS[0].question, "--collection", "town")
     assert rows_of(*ask)[0]["method"] == "reuse"
     assert rows_of(*ask, "--set", "recompute.first=48")[0]["method"] == "auto"
+
+
+def test_five_different_questions_with_answers_are_needed(working_folder: Path) -> None:
+    for asked, n in (('"answers": ["the"]', 0), ('"answers": ["Ida"]', 1)):
+        Path("asked.jsonl").write_text(f'{{"question": "Who?", {asked}}}\n' * 5)
+        few = error_of("tune", "--questions", "asked.jsonl")
+        assert f"asked.jsonl has {n} different question" in few and "and 5 are needed" in few
