@@ -277,7 +277,7 @@ class Method:
                     f"{name}={part!r} of method {self.name!r}; it must be an object of a subclass "
                     f"of {kind.__name__}{hint}"
                 )
-            if isinstance(part.needs, str) or not NEEDED.issuperset(part.needs):
+            if not isinstance(part.needs, frozenset) or not part.needs <= NEEDED:
                 raise InvalidOption(
                     f"needs={part.needs!r} of {name} of method {self.name!r}; it must be a "
                     f"frozenset of names out of {', '.join(sorted(NEEDED))}"
@@ -287,7 +287,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset((*self.select.needs, *self.recompute.needs))
+        return self.select.needs | self.recompute.needs
 
     @property
     def way(self) -> str:

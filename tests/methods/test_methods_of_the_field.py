@@ -300,7 +300,9 @@ def test_bad_options_name_the_value_and_what_is_allowed(
     assert allowed in str(raised.value)
 
 
-@pytest.mark.parametrize("needs", [frozenset(("values",)), "block_means"])
+@pytest.mark.parametrize(
+    "needs", [frozenset(("values",)), "block_means", ["block_means"], lambda _: frozenset()]
+)
 def test_a_need_that_does_not_exist_lists_those_that_do(needs: object) -> None:
     class Needy(SelectAll):
         needs = "it is set below"  # type: ignore[assignment]
