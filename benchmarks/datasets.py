@@ -29,11 +29,13 @@ class Question(evaluation.Question):
 
     kind: of the question; the data set where it has no kinds.
     supporting: places in ``documents`` of those that the answer needs, as far as the data say.
+    max_new_tokens: of the longest answer.
     """
 
     dataset: str
     kind: str
     supporting: tuple[int, ...] = ()
+    max_new_tokens: int = 16
 
 
 def load(source: str | Path = SHORT, *, kinds: Sequence[str] = ()) -> list[Question]:

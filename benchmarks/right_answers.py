@@ -18,7 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, TypeVar
 from zlib import crc32
 
+import torch
 import typer
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from benchmarks.commands import STDOUT, command_line, loaded_model, write
@@ -34,7 +36,7 @@ from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import AnswerSettings, Request
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import is_right, kl
+from samkv_integrations.evaluation import is_right
 from samkv_integrations.formatting import Row, commit
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
@@ -134,6 +136,15 @@ class Judged:
             for row, candidate in zip(rows, candidates, strict=True):
                 row["kl_along"] = float(kl(theirs, self._asked(candidate, along)[0]).mean())
         return rows
+
+
+def kl(full: Tensor, other: Tensor) -> Tensor:
+    """(n,) KL(full || other) in nats. Both arguments are logits (n, vocabulary)."""
+    theirs, mine = (logits.double().log_softmax(-1) for logits in (full, other))
+    share = theirs.exp()
+    # 0 where full prefill's probability is 0, also if the other's is: 0 * inf is no number
+    terms = torch.where(share > 0, share * (theirs - mine), 0.0)
+    return terms.sum(-1).clamp_min(0)  # rounding may make it slightly negative
 
 
 class _Answer:

@@ -17,17 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import rag_prompt
-
-ANSWER_TOKENS = 16
-"""Longest answer to a question that does not give its own limit."""
 
 YES_NO = frozenset(("yes", "no"))
 _RESAMPLES = 10_000
@@ -47,7 +42,6 @@ class Question:
     id: str = "1"
     answers: tuple[str, ...] = ()
     documents: tuple[str, ...] = ()
-    max_new_tokens: int = ANSWER_TOKENS
 
     @property
     def has_gold(self) -> bool:
@@ -120,11 +114,6 @@ def f1_words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
-def exact_match(answer: str, expected: Sequence[str]) -> float:
-    """1 if the answer has the `f1_words` of an expected one, else 0."""
-    return float(any(f1_words(answer) == f1_words(each) for each in expected))
-
-
 def is_right(answer: str, gold: Sequence[str]) -> bool:
     """Whether an answer contains one of the gold answers, both normalised as SQuAD does.
 
@@ -191,12 +180,3 @@ class Paired:
     def points(self) -> str:
         """The difference and its interval in percentage points."""
         return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
-
-
-def kl(full: Tensor, other: Tensor) -> Tensor:
-    """(n,) KL(full || other) in nats. Both arguments are logits (n, vocabulary)."""
-    theirs, mine = (logits.double().log_softmax(-1) for logits in (full, other))
-    share = theirs.exp()
-    # 0 where full prefill's probability is 0, also if the other's is: 0 * inf is no number
-    terms = torch.where(share > 0, share * (theirs - mine), 0.0)
-    return terms.sum(-1).clamp_min(0)  # rounding may make it slightly negative

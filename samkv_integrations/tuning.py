@@ -106,7 +106,7 @@ def with_documents(
 
     A question that brings its own documents keeps them.
 
-    Raises EmptyInput if no question can be asked, else as `nearest` does.
+    Raises EmptyInput if fewer than `LEAST_QUESTIONS` can be asked, else as `nearest` does.
     """
     found: list[Question] = []
     engine, too_long, uncached = link.engine, 0, 0
@@ -123,11 +123,12 @@ def with_documents(
             uncached += 1
         else:
             found.append(ready)
-    if not found:
+    if len(found) < LEAST_QUESTIONS:
         raise EmptyInput(
-            f"of {count(len(asked), 'question')} none can be asked: {too_long} too long for the "
-            f"context window, {uncached} with chunks without a cache; retrieve fewer chunks with "
-            "--top-k, or run 'samkv store sync'"
+            f"{len(found)} of {count(len(asked), 'question')} can be asked, and {LEAST_QUESTIONS} "
+            f"are needed: {too_long} too long for the context window, {uncached} with chunks "
+            "without a cache; give more questions, retrieve fewer chunks with --top-k, or run "
+            "'samkv store sync'"
         )
     return Retrieved(questions=found, too_long=too_long, uncached=uncached)
 
@@ -273,35 +274,36 @@ class Run:
     def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
         """Compare all settings on some questions, then the best ones on held-out questions.
 
-        Of every five questions, three are for the choice and two are held out.
+        Of every five questions, three are for the choice and two are held out. If the time is over
+        before enough of either are answered, nothing is chosen.
 
-        Raises EmptyInput for fewer than `LEAST_QUESTIONS` questions.
+        questions: at least `LEAST_QUESTIONS`.
         """
-        if len(questions) < LEAST_QUESTIONS:
-            raise EmptyInput(
-                f"too few questions to choose by some and check by others ({len(questions)}); "
-                f"give at least {LEAST_QUESTIONS} with answers in --questions"
-            )
         choice = [one for place, one in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
         held_out = [one for place, one in enumerate(questions) if place % 5 >= 3]
         time_s, began = 60 * self._minutes, self._clock()
         standings = self._standings(labels, choice, began + CHOICE_SHARE * time_s)
+        checked, last, needed = list[Standing](), standings, min(LEAST_ASKED, len(choice))
+        is_cut = self._is_cut(standings, needed)
         able = [each for each in standings if not self._is_out(each) and self._can_judge(each)]
-        tried = [each.label for each in self._best_first(able)[:MOST_TRIED]]
-        has_time = self._clock() < began + time_s
-        checked = self._standings(tried, held_out, began + time_s) if tried and has_time else []
-        least_asked = min(LEAST_CHECKED, len(held_out))
+        tried = [] if is_cut else [each.label for each in self._best_first(able)[:MOST_TRIED]]
+        if tried:
+            needed = min(LEAST_CHECKED, len(held_out))
+            if self._clock() < began + time_s:
+                checked = self._standings(tried, held_out, began + time_s)
+            last, is_cut = checked, not checked or self._is_cut(checked, needed)
         chosen = next(
-            (one for one in checked if one.questions >= least_asked and self.is_enough(one)), None
+            (one for one in checked if one.questions >= needed and self.is_enough(one)), None
         )
-        last = checked or standings
-        least = least_asked if checked else min(LEAST_ASKED, len(choice))
-        longest = max(last, key=lambda each: each.questions)
-        is_cut = any(each.questions < least and not self._is_out(each) for each in last)
+        longest = max(last, key=lambda each: each.questions, default=None)
         if chosen is not None:
             why = ""
-        elif is_cut or (tried and not checked):
-            why = "the time was over before a setting could be shown to be enough"
+        elif is_cut or longest is None:
+            why = (
+                f"the time was over after {longest.questions if longest else 0} of the {needed} "
+                f"questions that are needed to {'check' if tried else 'choose'} a setting; give "
+                "more --minutes"
+            )
         elif not self._can_judge(longest):
             why = (
                 f"full prefill itself answers {longest.full} of {longest.questions} questions "
@@ -323,6 +325,10 @@ class Run:
     def _is_out(self, each: Standing) -> bool:
         """Whether a setting certainly loses too much, or is not faster."""
         return each.high < self._least or each.ttft_ratio > WORTH * NOISE
+
+    def _is_cut(self, standings: Sequence[Standing], needed: int) -> bool:
+        """Whether a setting that is not out was asked fewer questions than are needed."""
+        return any(each.questions < needed and not self._is_out(each) for each in standings)
 
     def _standings(
         self, labels: Sequence[str], questions: Sequence[Question], ends: float

@@ -89,6 +89,10 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         return super()._arguments(_under_one_name(given))
 
     def _check(self) -> None:
+        if self.engine is None and not self.model_name:
+            raise InvalidOption(
+                "give model (a hub id, a folder, a GGUF file, 'smollm2' or 'builtin') or engine"
+            )
         if self.max_tokens is None:
             self.max_tokens = DEFAULT_MAX_NEW_TOKENS
         checked_generate_kwargs(self._always, self.max_tokens)

@@ -43,7 +43,7 @@ from reference_model.world import World
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import PrefixPolicy
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.evaluation import exact_match
+from samkv_integrations.evaluation import f1_words
 from samkv_integrations.formatting import commit
 from samkv_integrations.methods import get_method
 from samkv_integrations.model.loading import load_model
@@ -333,6 +333,11 @@ def draw_form_items(
     return items[:n]
 
 
+def exact_match(answer: str, expected: str) -> float:
+    """1 if both have the same `f1_words`, else 0."""
+    return float(f1_words(answer) == f1_words(expected))
+
+
 def answers(
     model: Model, items: Sequence[Item], variants: Sequence[Variant], what: str
 ) -> dict[Variant, list[str]]:
@@ -377,8 +382,7 @@ def rows_of(
     rows = []
     for variant in variants:
         right = [
-            exact_match(text, [item.answer])
-            for text, item in zip(found[variant], items, strict=True)
+            exact_match(text, item.answer) for text, item in zip(found[variant], items, strict=True)
         ]
         by_k = {
             str(k): (

@@ -18,7 +18,7 @@ from samkv_integrations.cache.files.folder import (
     write_file,
     write_new,
 )  # fmt: skip
-from samkv_integrations.cache.index.index import Entry
+from samkv_integrations.cache.index.index import Entry, bytes_of
 from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
 from samkv_integrations.cache.store import Store, StoredChunk, StoreStats
 from samkv_integrations.cache.windows import ChunkIndex
@@ -39,8 +39,8 @@ class ChunkStore(Store):
         path: str | os.PathLike[str],
         *,
         namespace: str = "",
-        max_bytes: int | None = None,
-        quota: Mapping[str, int] | None = None,
+        max_bytes: int | str | None = None,
+        quota: Mapping[str, int | str] | None = None,
         remote: str | None = None,
         remote_options: Mapping[str, object] | None = None,
         secret: bytes | None = None,
@@ -66,6 +66,7 @@ class ChunkStore(Store):
         self.path = folder_named("path", path)
         check_namespace(namespace)
         quotas = _quotas(quota)
+        limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
         objects = (
             None if remote is None else objects_outside(remote, remote_options or {}, self.path)
         )
@@ -78,8 +79,8 @@ class ChunkStore(Store):
         super().__init__(namespace, secret, self.files.index, str(self.path))
         with suppress(StoreError):  # a damaged index is made anew by the next call
             self.index.budget()
-        if max_bytes is not None or quotas:
-            self.set_budget(max_bytes, {**self.index.budget()[1], **quotas})
+        if limit is not None or quotas:
+            self.set_budget(limit, {**self.index.budget()[1], **quotas})
         self.shared: SharedTier | None = None
         if objects is not None:
             self.shared = SharedTier(self.files, objects, namespace)
@@ -165,19 +166,21 @@ class ChunkStore(Store):
     # -- what there is --------------------------------------------------------------------------
 
     def set_budget(
-        self, max_bytes: int | None = None, quota: Mapping[str, int] | None = None
+        self, max_bytes: int | str | None = None, quota: Mapping[str, int | str] | None = None
     ) -> None:
         """Limit the bytes of chunk files, for all processes and until it is set again.
 
         The least recently used caches are evicted. An evicted chunk is a counted miss, and is
         computed again when a prompt needs it.
 
-        max_bytes: of all namespaces together; None for no limit.
+        max_bytes: of all namespaces together, a number or a size such as ``"20GB"``; None for no
+            limit.
         quota: of single namespaces, by name.
 
-        Raises InvalidOption if one is no number of bytes, StoreError if it cannot be stored.
+        Raises InvalidOption if one is no size, StoreError if it cannot be stored.
         """
-        self.index.set_budget(max_bytes, _quotas(quota))
+        limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
+        self.index.set_budget(limit, _quotas(quota))
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds. everyone: of all namespaces, not only of this one."""
@@ -228,7 +231,11 @@ class ChunkStore(Store):
 
 
 def _quotas(quota: object) -> dict[str, int]:
-    """Bytes by namespace. Raises InvalidOption if ``quota`` is no mapping of namespaces."""
+    """Bytes by namespace; None is no limit. Raises InvalidOption for what is no such mapping."""
     if quota is not None and not isinstance(quota, Mapping):
         raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
-    return {check_namespace(name): n_bytes for name, n_bytes in (quota or {}).items()}
+    return {
+        check_namespace(name): bytes_of(name, size)
+        for name, size in (quota or {}).items()
+        if size is not None
+    }

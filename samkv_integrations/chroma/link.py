@@ -429,7 +429,7 @@ class ChromaLink:
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
         """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
 
-        A record without a text is left out, with a warning.
+        A record without a text is left out, with a warning, and the next nearest one returned.
 
         Raises:
             EmptyInput: the collection is empty.
@@ -443,17 +443,24 @@ class ChromaLink:
             n_records = self.collection.count()
         if not n_records:
             raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        with chroma_errors(f"collection {name!r} refused the query"):
-            found = self.collection.query(
-                query_embeddings=[embedding],
-                n_results=k,
-                include=["documents", "metadatas", "distances"],
-            )
-        documents, metadatas, distances = found["documents"], found["metadatas"], found["distances"]
-        assert documents and metadatas and distances  # they were asked for
-        columns = found["ids"][0], documents[0], metadatas[0], distances[0]
-        rows = list(zip(*columns, strict=True))
-        if textless := [id_ for id_, text, _, _ in rows if text is None]:
+        n_asked = k
+        while True:
+            with chroma_errors(f"collection {name!r} refused the query"):
+                found = self.collection.query(
+                    query_embeddings=[embedding],
+                    n_results=n_asked,
+                    include=["documents", "metadatas", "distances"],
+                )
+            documents, metadatas = found["documents"], found["metadatas"]
+            distances = found["distances"]
+            assert documents and metadatas and distances  # they were asked for
+            columns = found["ids"][0], documents[0], metadatas[0], distances[0]
+            rows = list(zip(*columns, strict=True))
+            textless = [id_ for id_, text, _, _ in rows if text is None]
+            if len(rows) - len(textless) >= k or len(rows) < n_asked:
+                break
+            n_asked *= 2
+        if textless:
             # Chroma keeps an index for each process, and one set of records for all processes.
             _log.warning(
                 "record %r of collection %r has no text and is left out; add it again with one, or "
@@ -463,7 +470,7 @@ class ChromaLink:
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
             for id_, text, metadata, distance in rows
             if text is not None
-        ]
+        ][:k]
 
 
 def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:

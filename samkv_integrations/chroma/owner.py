@@ -93,7 +93,7 @@ class Ownership:
             raise _NotWritten(str(error)) from error
 
     def _refusal(self, owner: str) -> InvalidOption:
-        ways = "give each database a folder of caches (kv_dir) or a namespace of its own"
+        ways = "give each database a folder of caches (kv_dir, --dir) or a namespace of its own"
         if self._is_shared:
             ways = (
                 "keep the records of all machines in one Chroma server (--chroma http://HOST:PORT "

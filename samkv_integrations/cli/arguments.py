@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from itertools import chain
@@ -27,8 +28,23 @@ from samkv_integrations.option import declared
 
 REMOVED = {
     "samkv adapt": "ingest as usual, with the default prefix='documents'",
+    "samkv bench": "run 'python -m benchmarks' in a clone",
+    "samkv store export": "give --remote, or run 'samkv store push', also to file://FOLDER",
+    "samkv store import": "run 'samkv store pull --remote URL', with the same SAMKV_STORE_SECRET",
     "samkv store warm": "read the files: 'cat .samkv/kv/*/*/*.safetensors > /dev/null'",
     "samkv plan": "docs/scale.md has the sizes and times that it worked out",
+    "ask --questions": "run 'samkv tune --questions FILE', which counts right answers",
+    "doctor --questions": "run 'samkv tune --questions FILE', which counts right answers",
+    "quickstart --questions": "put questions.jsonl into the folder that --documents names",
+    "pull --collection": "it fetches the caches of the whole namespace",
+    "sync --no-build": "call ChromaLink.sync(build_missing=False)",
+    "sync --no-prune": "call ChromaLink.sync(prune=False)",
+    "tune --agree": "give --lose POINTS: right answers are what counts",
+    "tune --asked-by": "give --questions FILE, with gold answers",
+    "tune --by": "right answers are what counts; --lose POINTS may be lost",
+    "tune --fresh": "every run asks all questions anew",
+    "tune --most": "give a shorter file of questions",
+    "tune --output": "redirect the output of --json to a file",
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
     "--seed": "answers are greedy, and questions come in the order of their file",
@@ -36,34 +52,43 @@ REMOVED = {
     "--max-replicas": "the number of replicas is fixed; give --replicas",
     "--route": "put a proxy that hashes 'x-session-id' before several servers",
 }
-"""Removed command or option -> what takes its place."""
+"""Removed command or option, of one command or of any -> what takes its place."""
+
+IN_PYTHON = {"eviction_budget": "budget_ratio", "model": "model_name"}
+"""Parameter of a command -> what the library calls it, if it has another name there."""
 
 
-def refuse_removed(words: Iterable[str]) -> None:
+def refuse_removed(names: Iterable[str]) -> None:
     """Raises InvalidOption for a command or an option that was removed."""
-    for word in words:
-        name = word.partition("=")[0]
+    for name in names:
         if name in REMOVED:
             raise InvalidOption(f"{name!r} was removed; {REMOVED[name]}")
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose errors name the flag that was given, where the library names the argument."""
+    """A command whose errors name its flags, where the library names arguments."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        refuse_removed(word for word in args if word.startswith("--"))
+        flags = [word.partition("=")[0] for word in args if word.startswith("--")]
+        refuse_removed(chain(flags, (f"{self.name} {flag}" for flag in flags)))
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            name, _, value = str(error).partition("=")
+            told = str(error)
             for option in self.params:
-                source = ctx.get_parameter_source(option.name or "")
-                is_given = source is not None and source.name == "COMMANDLINE"
-                if option.name == name and is_given and option.opts[0].startswith("--"):
-                    error.args = (f"{option.opts[0]} {value}",)
+                name, flag = option.name or "", option.opts[0]
+                if not flag.startswith("--"):
+                    continue
+                argument = IN_PYTHON.get(name, name)
+                source = ctx.get_parameter_source(name)
+                if source is not None and source.name == "COMMANDLINE":
+                    told = re.sub(f"^{argument}=", f"{flag} ", told)
+                # an advice, and no value that a file named before the colon holds
+                told = re.sub(rf"(?<!:) {argument}='?([\w.]+)'?", rf" {flag} \1", told)
+            error.args = (told,)
             raise
 
 
@@ -108,7 +133,7 @@ def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
     return [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=option.default,
-            annotation=annotated[kind, _option(option.description, hidden=True)],
+            annotation=annotated[kind, _option(option.description)],
         )
         for name, (kind, option) in declared(group).items() if option.flag
     ]  # fmt: skip
@@ -146,9 +171,7 @@ Weights = Annotated[
 StoreBits = Annotated[
     int | None,
     _option(
-        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"),
-        "--store-bits",
-        hidden=True,
+        _described(CacheOptions, "store_bits", "as ingested, else as tuned, else 4"), "--store-bits"
     ),
 ]
 # absolute, because Chroma remembers a folder under the name by which it was opened
@@ -178,17 +201,13 @@ TopK = Annotated[int, _option("Chunks to retrieve.", min=1)]
 MethodName = Annotated[
     str | None, _option("See 'samkv methods'. Default: as tuned, else auto.", "--method")
 ]
-Settings = Annotated[
-    list[str] | None, _option("An option of the method, NAME=VALUE.", "--set", hidden=True)
-]
+Settings = Annotated[list[str] | None, _option("An option of the method, NAME=VALUE.", "--set")]
 EvictionName = Annotated[
     str | None,
-    _option(
-        "How KV entries are evicted during an answer, or none. See 'samkv methods'.", hidden=True
-    ),
+    _option("How an answer evicts KV entries, or none. See 'samkv methods'."),
 ]
 EvictionBudget = Annotated[
-    float | None, _option("Share of the prompt's KV entries that eviction keeps.", hidden=True)
+    float | None, _option("Share of the prompt's KV entries that eviction keeps.")
 ]
 MaxNewTokens = Annotated[
     int, _option("Most tokens of the answer.", "--max-new-tokens", "--max-tokens", min=1)

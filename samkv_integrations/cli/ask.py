@@ -36,6 +36,10 @@ def ask(
 ) -> None:  # fmt: skip
     """Answer a question from the ingested chunks."""
     _require_text(question)
+    if compare and method:
+        raise InvalidOption(
+            f"--method {method} and --compare {compare}; give one, as --compare names all methods"
+        )
     methods = given_methods(words(compare or method or ""), settings or [])
     rule = eviction_of(eviction, eviction_budget)
     (link,) = index.links([collection], **options)

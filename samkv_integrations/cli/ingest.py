@@ -20,7 +20,6 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
     Index,
     Ingested,
-    bytes_of,
     ray_pool,
     remembered,
     require_own_records,
@@ -104,14 +103,13 @@ def ingest(
     pool = ray_pool(on_ray, "worker", ray_address, workers, worker_cpus, worker_gpus)
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
-    limit = None if max_bytes is None else bytes_of("--max-bytes", max_bytes)
     place = (index.namespace, collection)
     before = index.as_ingested([place])
     require_same(folder, database, place, before, index.dtype, found.files)
     model = before.model
     # where workers compute, this process only reads texts
     here = index if pool is None else replace(index, device="cpu")
-    engine = here.engine(before, limit)
+    engine = here.engine(before, max_bytes)
     read = read_chunks(found.files, engine.model, chunk_size)
     if not read.texts:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
@@ -132,7 +130,7 @@ def ingest(
     else:
         source = ModelSource(
             model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
-            namespace=index.namespace, store_bits=engine.store_bits, max_bytes=limit,
+            namespace=index.namespace, store_bits=engine.store_bits, max_bytes=max_bytes,
             kv_remote=index.remote,
         )  # fmt: skip
         # Ray writes to standard output of a worker that ends

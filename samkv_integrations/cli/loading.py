@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -25,27 +24,6 @@ if TYPE_CHECKING:
     from samkv_integrations.methods import Method
 
 BUILTIN = "builtin"
-
-_UNITS = {"": 1} | {
-    f"{prefix}{kind}": base**power
-    for power, prefix in enumerate(("", "k", "m", "g", "t"))
-    for kind, base in (("b", 1000), ("ib", 1024))
-}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
-
-
-def bytes_of(option: str, text: str) -> int:
-    """The bytes of a size such as ``500MB``, ``1.5 GiB`` or ``4096``.
-
-    Raises InvalidOption, which names ``option``, for any other text, or an impossible size.
-    """
-    from samkv_integrations.cache.index.index import MOST
-
-    found = _SIZE.fullmatch(text.strip())
-    unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or not 1 <= (size := float(found[1]) * unit) < MOST:
-        raise InvalidOption(f"{option} {text}; give a number of bytes, or a size such as 20GB")
-    return int(size)
 
 
 def words(text: str) -> list[str]:
@@ -167,12 +145,12 @@ class Index:
         )  # fmt: skip
 
     def engine(
-        self, given: Ingested, max_bytes: int | None = None, **options: Unpack[OwnEngineOptions]
+        self, given: Ingested, max_bytes: str | None = None, **options: Unpack[OwnEngineOptions]
     ) -> Engine:
         """An engine over the chunk caches, whose folder is created if necessary.
 
-        given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on; None
-        for the limit that was set before. options: see `Engine`.
+        given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on, such as
+        ``20GB``; None for the limit that was set before. options: see `Engine`.
         """
         from samkv_integrations.cache.disk import ChunkStore
         from samkv_integrations.engine.engine import Engine

@@ -14,7 +14,6 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import (
     BUILTIN,
     Index,
-    bytes_of,
     eviction_of,
     given_methods,
     ray_pool,
@@ -52,6 +51,7 @@ def serve(
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md and
     docs/ray.md describe further options.
     """
+    from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.engine.scheduler import Limits
 
     try:
@@ -65,7 +65,7 @@ def serve(
     check_options(OwnAnswerOptions, {"timeout": timeout})
     limits = Limits(
         max_batch=max_batch, max_waiting=max_waiting,
-        max_kv_bytes=None if max_kv is None else bytes_of("--max-kv", max_kv),
+        max_kv_bytes=None if max_kv is None else bytes_of("max_kv", max_kv),
     )  # fmt: skip
     pool = ray_pool(on_ray, "replica", ray_address, replicas, replica_cpus, replica_gpus)
     if pool and not pool.n_gpus:
@@ -90,13 +90,13 @@ def serve(
             **options, method=chosen, eviction=eviction_of(eviction, eviction_budget),
             store_bits=ingested.store_bits,
             # equal parts, so that no namespace affects the times of another
-            prefix_bytes=bytes_of("--prefix-bytes", prefix_bytes) // len(namespaces),
+            prefix_bytes=bytes_of("prefix_bytes", prefix_bytes) // len(namespaces),
         ),
         keys=keys,
         settings=Settings(
             model_name=name or (Path(model).resolve().name if Path(model).exists() else model),
             most_tokens=max_tokens, timeout_s=timeout, logs_prompts=log_prompts,
-            max_body_bytes=bytes_of("--max-body", max_body), grace_s=grace,
+            max_body_bytes=bytes_of("max_body", max_body), grace_s=grace,
         ),
     )  # fmt: skip
     if api_keys is not None and not source.keys:

@@ -11,7 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, bytes_of, progress_bar, store_in
+from samkv_integrations.cli.loading import Index, progress_bar, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.formatting import Row, count, size
 
@@ -170,9 +170,11 @@ def budget(
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
+    from samkv_integrations.cache.index.index import bytes_of
+
     store = store_in(folder)
     if max_bytes is not None:
-        limit = None if max_bytes == NO_LIMIT else bytes_of("--max-bytes", max_bytes)
+        limit = None if max_bytes == NO_LIMIT else bytes_of("max_bytes", max_bytes)
         most, quota = store.index.budget()
         if namespace is None:
             most = limit
@@ -222,9 +224,10 @@ def pull(
     namespace: args.Namespace = "", as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Fetch caches of other machines, newest first, before questions need them."""
+    from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
-    limit = None if max_bytes is None else bytes_of("--bytes", max_bytes)
+    limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
     store = _shared(folder, namespace, remote)
     with progress_bar("pulling") as show:
         done = pull_caches(store, max_bytes=limit, progress=show)

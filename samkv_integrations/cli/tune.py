@@ -34,6 +34,7 @@ def tune(
     from samkv_integrations.evaluation import is_in_documents, read_questions
     from samkv_integrations.tuning import (
         FULL,
+        LEAST_QUESTIONS,
         Measurer,
         Run,
         candidates,
@@ -42,9 +43,14 @@ def tune(
     )
 
     given = read_questions(questions)
-    asked = [one for one in given if one.has_gold]
-    if not asked:
-        raise EmptyInput(f'{questions} has no gold answers; give "answers" with each question')
+    with_gold = [one for one in given if one.has_gold]
+    asked = list({(one.question, one.documents): one for one in with_gold}.values())
+    if len(asked) < LEAST_QUESTIONS:
+        raise EmptyInput(
+            f"{questions} has {count(len(asked), 'different question')} with gold answers, and "
+            f"{LEAST_QUESTIONS} are needed, three to choose a setting and two to check it; give "
+            'more, each with "answers"'
+        )
     random.Random(0).shuffle(asked)
     opened = index.database.collection(collection)
     as_before = index.as_ingested([(index.namespace, collection)])
@@ -66,8 +72,8 @@ def tune(
     setting = recommended(result, settings, lose, collection)
     written = write_tuned(store.path, setting) if writes and setting else None
     left_out = {
-        "without_answers": len(given) - len(asked), "too_long": retrieved.too_long,
-        "uncached": retrieved.uncached,
+        "without_answers": len(given) - len(with_gold), "repeated": len(with_gold) - len(asked),
+        "too_long": retrieved.too_long, "uncached": retrieved.uncached,
     }  # fmt: skip
     n_elsewhere = sum(
         not is_in_documents(one.answers, one.documents) for one in retrieved.questions

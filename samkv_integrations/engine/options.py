@@ -21,6 +21,8 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.option import Option, declared
 
 if TYPE_CHECKING:
+    import torch
+
     from samkv_integrations.engine.prefill import PrefixPolicy
     from samkv_integrations.eviction import Eviction
     from samkv_integrations.methods import Method
@@ -116,14 +118,14 @@ def check_json_schema(schema: Mapping[str, Any]) -> None:
 class ModelOptions(TypedDict, total=False):
     """How a model is loaded, in the names of both frameworks."""
 
-    model_name: Annotated[str, Option(default="")]
+    model_name: Annotated[str | Path, Option(default="")]
     """A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'."""
     tokenizer_name: Annotated[str | None, Option(default=None, unset="where the model is")]
     """Hub id or folder of the tokenizer."""
     device_map: Annotated[str | None, Option(default="auto", unset="'cpu'")]
     """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'. Several devices: model_kwargs={"device_map":
     ...}."""
-    dtype: Annotated[str, Option(default="auto")]
+    dtype: Annotated["str | torch.dtype", Option(default="auto")]
     """'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's; float32 where this
     processor computes bfloat16 slowly."""
     weights: Annotated[Literal["auto", "packed", "unpacked", "int8"], Option(default="auto")]
@@ -149,9 +151,11 @@ class StoreOptions(TypedDict, total=False):
     namespace: Annotated[str | None, Option(default=None, unset="the engine's, '' by default")]
     """Owner of the chunk caches, such as a tenant: those of other namespaces are neither found nor
     read."""
-    max_bytes: Annotated[int | None, Option(default=None, unset="the limit that was set before")]
-    """Most bytes of all chunk caches in kv_dir, for every process from now on; the least recently
-    used are evicted."""
+    max_bytes: Annotated[
+        int | str | None, Option(default=None, unset="the limit that was set before")
+    ]
+    """Most bytes of all chunk caches in kv_dir, a number or a size such as '20GB', for every
+    process from now on; the least recently used are evicted."""
 
 
 METHOD = Option(default=None, unset="as tuned, else 'auto'", check=check_method, flag=False)

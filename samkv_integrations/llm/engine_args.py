@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.index.index import bytes_of
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
@@ -66,13 +67,7 @@ def engine_of(source: ModelSource) -> Engine:
     namespace, folder = source.namespace or "", source.kv_dir
     store: MemoryStore | ChunkStore
     if folder is None:
-        if source.max_bytes is not None:
-            raise _no_folder(source.max_bytes)
-        if source.kv_remote is not None:
-            raise InvalidOption(
-                f"kv_remote={source.kv_remote!r} needs a local folder for the caches that are "
-                "fetched; give kv_dir as well"
-            )
+        _require_no("max_bytes", "kv_remote", "exact_beginnings", of=source)
         store = MemoryStore(namespace=namespace)
     elif not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
@@ -111,11 +106,11 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     if folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve():
         facts["kv_dir"] = kv_dir
     _require_same(source, engine.model, facts)
-    if source.max_bytes is not None:  # a limit of the store, not of the engine
-        if not isinstance(engine.store, ChunkStore):
-            raise _no_folder(source.max_bytes)
+    if not isinstance(engine.store, ChunkStore):
+        _require_no("max_bytes", of=source)
+    elif source.max_bytes is not None:  # a limit of the store, not of the engine
         before, quota = engine.store.index.budget()
-        if before != source.max_bytes:
+        if before != bytes_of("max_bytes", source.max_bytes):
             engine.store.set_budget(source.max_bytes, quota)
 
 
@@ -134,11 +129,14 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
             )
 
 
-def _no_folder(max_bytes: int) -> InvalidOption:
-    return InvalidOption(
-        f"max_bytes={max_bytes} limits a folder of chunk caches, and these are kept in memory; "
-        "give kv_dir as well"
-    )
+def _require_no(*names: str, of: ModelSource) -> None:
+    """Raises InvalidOption if one of these is given, for chunk caches that are kept in memory."""
+    for name in names:
+        if (value := getattr(of, name)) is not None and value is not False:
+            raise InvalidOption(
+                f"{name}={value!r} is for chunk caches in a folder, and these are kept in memory; "
+                "give kv_dir as well"
+            )
 
 
 def _model_of(source: ModelSource) -> Model:

@@ -41,10 +41,12 @@ _KINDS: Mapping[str, Any] = MappingProxyType(
         "method": SkipValidation[str | None],  # type: ignore[misc]
         "eviction": SkipValidation[str | None],  # type: ignore[misc]
         "on_miss": SkipValidation[OnMiss],  # type: ignore[misc]
+        "model_name": str,
+        "dtype": str,
     }
 )
-"""Types of options that are names in an LLM, and may be objects elsewhere. Not validated by
-pydantic: the checks of the options list the allowed names."""
+"""Types of options that are names in an LLM, and may be objects elsewhere. Those of methods and the
+like are not validated by pydantic: the checks of the options list the allowed names."""
 
 
 def with_fields(name: str, options: Declared) -> type[BaseModel]:
@@ -81,7 +83,7 @@ class Arguments(BaseModel):
     Raises UnknownOption for an argument that does not exist, InvalidOption for a wrong type.
     """
 
-    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"torch_dtype": "give dtype"})
     """Name of an option that is given elsewhere -> where to give it."""
 
     @model_validator(mode="wrap")
@@ -155,7 +157,7 @@ if TYPE_CHECKING:
         kv_dir: str | Path | None = None
         kv_remote: str | None = None
         namespace: str | None = None
-        max_bytes: int | None = None
+        max_bytes: int | str | None = None
         store_bits: int | None = None
         exact_beginnings: bool | None = None
 

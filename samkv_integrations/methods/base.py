@@ -269,12 +269,19 @@ class Method:
     else_way: str = ""
 
     def __post_init__(self) -> None:
-        unknown = (self.select.needs | self.recompute.needs) - NEEDED
-        if unknown:
-            raise InvalidOption(
-                f"method {self.name!r} needs {', '.join(sorted(unknown))}; known: "
-                f"{', '.join(sorted(NEEDED))}"
-            )
+        for name, kind in (("select", Select), ("recompute", Recompute)):
+            part = getattr(self, name)
+            if not isinstance(part, kind):
+                hint = f"; did you mean {part.__name__}()?" if isinstance(part, type) else ""
+                raise InvalidOption(
+                    f"{name}={part!r} of method {self.name!r}; it must be an object of a subclass "
+                    f"of {kind.__name__}{hint}"
+                )
+            if not isinstance(part.needs, frozenset) or not part.needs <= NEEDED:
+                raise InvalidOption(
+                    f"needs={part.needs!r} of {name} of method {self.name!r}; it must be a "
+                    f"frozenset of names out of {', '.join(sorted(NEEDED))}"
+                )
         if self.positions not in ("global", "local"):
             raise InvalidOption(f"positions={self.positions!r}; allowed: global, local")
 

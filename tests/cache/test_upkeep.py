@@ -125,12 +125,16 @@ class TestBudget:
             put(store, seed)
         assert len(store.keys()) == 2
 
-    @pytest.mark.parametrize("value", [0, -1, 1.5, "1GB", True, 2**63])
+    @pytest.mark.parametrize("value", [0, -1, 1.5, "1GX", True, 2**63])
     def test_what_is_no_number_of_bytes_is_refused(self, folder: Path, value: object) -> None:
         with pytest.raises(InvalidOption, match="max_bytes=.*a number of bytes"):
             ChunkStore(folder, max_bytes=value)  # type: ignore[arg-type]
         with pytest.raises(InvalidOption, match="a=.*a number of bytes"):
             ChunkStore(folder, quota={"a": value})  # type: ignore[dict-item]
+
+    def test_a_size_may_have_a_unit(self, folder: Path) -> None:
+        store = ChunkStore(folder, max_bytes="20GB", quota={"a": "1.5 MiB"})
+        assert store.index.budget() == (20 * 10**9, {"a": 3 * 2**19})
 
 
 class TestGc:

@@ -90,3 +90,35 @@ def test_mistakes(
     (working_folder / "blank").mkdir()
     (working_folder / "blank/blank.txt").write_text(" \n")
     assert expected in error_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("bench", "latency"), "'samkv bench' was removed; run 'python -m benchmarks'"),
+        (("store", "export", "x"), "'samkv store export' was removed; give --remote"),
+        (("store", "sync", "--no-build"), "'sync --no-build' was removed; call ChromaLink.sync"),
+        (("tune", "--by=f1"), "'tune --by' was removed; right answers"),
+        (("doctor", "--questions", "q"), "'doctor --questions' was removed; run 'samkv tune"),
+        (("ask", "Why?", "--seed", "7"), "'--seed' was removed; answers are greedy"),
+    ],
+)
+def test_what_was_removed_names_what_takes_its_place(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in error_of(*arguments)
+
+
+def test_the_help_names_every_option_of_ask() -> None:
+    shown = ran("ask", "--help")
+    assert all(f" {name} " in shown for name in ("--eviction", "--eviction-budget", "--store-bits"))
+
+
+def test_an_error_names_flags_and_not_arguments(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    ask = ("ask", "Who?", "--method", "reuse")
+    evict = (*ask, "--eviction", "h2o", "--eviction-budget", "7")
+    assert "--eviction-budget 7.0 of 'h2o'; it must be above 0" in error_of(*evict)
+    packed = error_of(*ask, "--model", tiny, "--weights", "packed")
+    assert packed.startswith("samkv: --weights 'packed', but")
+    assert packed.endswith("give one, or --weights int8")

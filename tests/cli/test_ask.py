@@ -42,15 +42,6 @@ def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
     assert 0.4 < row["decode_kv_bytes"] / row["kv_bytes"] <= 0.5
 
 
-def test_ask_says_what_is_wrong_with_an_eviction(town: Path) -> None:
-    ran("ingest", str(town))
-    assert "unknown eviction 'magic'; known: h2o, infllm, none" in error_of(
-        "ask", "x", "--eviction", "magic"
-    )
-    assert "budget_ratio=7.0" in error_of("ask", "x", "--eviction", "h2o", "--eviction-budget", "7")
-    assert "without an eviction" in error_of("ask", "x", "--eviction-budget", "0.5")
-
-
 def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     ran("ingest", str(town))
     compared = ("--compare", "recompute, reuse,samkv-overwrite")
@@ -63,6 +54,8 @@ def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     assert "samkv-overwrite" in ran("ask", RECORDS[0].question, *compared)
     without = rows_of("ask", RECORDS[0].question, "--compare", "reuse,samkv-overwrite")
     assert not any("ttft_ratio" in row for row in without)
+    both = error_of("ask", "Who?", "--method", "reuse", "--compare", "recompute,epic")
+    assert "--method reuse and --compare recompute,epic; give one" in both
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from samkv_integrations.engine.tuned import (
     read_tuned,
     write_tuned,
 )
-from tests.cli.running import error_of, ran, rows_of, run
+from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
 FAST = ("--top-k", "2", "--max-new-tokens", "4")
@@ -32,13 +32,14 @@ def test_tune_counts_right_answers_and_writes_a_setting_that_ask_takes(town: Pat
     # in float32: one of 14 answers hangs on how 16 bits are rounded
     ran("ingest", str(town), "--collection", "town", "--dtype", "float32")
     asked = [json.loads(line) for line in (town / "questions.jsonl").read_text().splitlines()]
-    asked += [{"question": "Who knows?"}, {"question": "Where?", "answers": []}]
+    asked += [{"question": "Who knows?"}, {"question": "Where?", "answers": []}, asked[1]]
     asked[0]["answers"] = ["an answer that stands nowhere"]
     Path("asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
     options = ("--collection", "town", "--questions", "asked.jsonl", "--lose", "45")
     found = tuned(*options)
     assert found["lose"] == 0.45
     assert (found["without_answers"], found["answers_in_no_document"]) == (2, 1)
+    assert found["repeated"] == 1
     assert found["why"] == "" and found["held_out"][0]["difference"] >= -0.45
     setting = read_tuned(Path(".samkv/kv"))["builtin"]
     assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
@@ -62,26 +63,6 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
     shown = ran("tune", *FAST, *options)
     assert "Recommended: --method recompute: the time was over" in " ".join(shown.split())
     assert not Path(".samkv/kv", TUNED_FILE).exists()
-
-
-def test_tune_says_what_is_wrong(town: Path) -> None:
-    given = ("tune", "--questions", "town/questions.jsonl")
-    assert "'--lose': Input should be a valid number" in run(*given, "--lose", "x").stderr
-    assert (
-        "'--top-k': Input should be greater than or equal to 1"
-        in run(*given, "--top-k", "0").stderr
-    )
-    assert "Missing option '--questions'" in run("tune").stderr
-    assert "'--check' was removed; run 'samkv tune --no-write'" in error_of(*given, "--check")
-    assert "holds no Chroma database" in error_of(*given)
-    Path("empty.jsonl").touch()
-    assert "empty.jsonl holds no question" in error_of("tune", "--questions", "empty.jsonl")
-    Path("bare.jsonl").write_text('{"question": "Who?", "answers": ["the"]}')
-    assert 'no gold answers; give "answers"' in error_of("tune", "--questions", "bare.jsonl")
-    ran("ingest", str(town), "--collection", "town")
-    assert "unknown collection 'twon'" in error_of(*given, "--collection", "twon")
-    given = (*given, "--collection", "town")
-    assert "--lose -1; it must be a number of points from 0" in error_of(*given, "--lose", "-1")
 
 
 @pytest.mark.slow  # every setting answers a question
@@ -114,3 +95,10 @@ def test_options_without_a_method_are_of_the_default_one(town: Path) -> None:
     ask = ("ask", RECORDS[0].question, "--collection", "town")
     assert rows_of(*ask)[0]["method"] == "reuse"
     assert rows_of(*ask, "--set", "recompute.first=48")[0]["method"] == "auto"
+
+
+def test_five_different_questions_with_answers_are_needed(working_folder: Path) -> None:
+    for asked, n in (('"answers": ["the"]', 0), ('"answers": ["Ida"]', 1)):
+        Path("asked.jsonl").write_text(f'{{"question": "Who?", {asked}}}\n' * 5)
+        few = error_of("tune", "--questions", "asked.jsonl")
+        assert f"asked.jsonl has {n} different question" in few and "and 5 are needed" in few

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.right_answers import kl
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.upkeep import push, verify
-from samkv_integrations.evaluation import kl
 from tests.cli.running import ran
 from tests.support.beginnings import CHUNKS, HEAD, QUESTION, opened, prompt_of
 from tests.support.covering import covering

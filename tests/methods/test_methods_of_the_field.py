@@ -300,13 +300,26 @@ def test_bad_options_name_the_value_and_what_is_allowed(
     assert allowed in str(raised.value)
 
 
-def test_a_need_that_does_not_exist_lists_those_that_do() -> None:
+@pytest.mark.parametrize(
+    "needs", [frozenset(("values",)), "block_means", ["block_means"], lambda _: frozenset()]
+)
+def test_a_need_that_does_not_exist_lists_those_that_do(needs: object) -> None:
     class Needy(SelectAll):
-        needs = frozenset(("values",))  # type: ignore[assignment]
+        needs = "it is set below"  # type: ignore[assignment]
 
-    known = "needs values; known: anchor_mean, block_means, local_query, statistics$"
+    Needy.needs = needs  # type: ignore[assignment, method-assign]
+    known = "needs=.*of select.*out of anchor_mean, block_means, local_query, statistics$"
     with pytest.raises(InvalidOption, match=known):
         replace(METHODS["reuse"], select=Needy())
+
+
+@pytest.mark.parametrize("part", ["select", "recompute"])
+def test_a_class_in_place_of_a_part_is_refused(part: str) -> None:
+    kind = type(getattr(METHODS["reuse"], part))
+    with pytest.raises(InvalidOption, match=rf"{part}=<class .* mean {kind.__name__}\(\)"):
+        replace(METHODS["reuse"], **{part: kind})
+    with pytest.raises(InvalidOption, match=f"{part}=None of method 'reuse'"):
+        replace(METHODS["reuse"], **{part: None})
 
 
 def test_a_choice_without_layers_is_an_error() -> None:

@@ -14,6 +14,7 @@ from reference_model.evaluate import (
     answers,
     draw_form_items,
     draw_items,
+    exact_match,
     needle,
     reference,
     single_hop,
@@ -23,7 +24,6 @@ from reference_model.evaluate import (
 )
 from reference_model.prompts import PromptForms
 from reference_model.world import World
-from samkv_integrations.evaluation import exact_match
 from samkv_integrations.model.loading import builtin_path
 from tests.support.records import builtin
 
@@ -36,7 +36,7 @@ def right(items: list[Item], *variants: Variant) -> list[float]:
     """Share of right answers of each variant."""
     found = answers(builtin(), items, variants, "test")
     return [
-        fmean(exact_match(text, [item.answer]) for text, item in zip(texts, items, strict=True))
+        fmean(exact_match(text, item.answer) for text, item in zip(texts, items, strict=True))
         for texts in found.values()
     ]
 

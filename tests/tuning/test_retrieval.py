@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,18 +36,21 @@ def ready(link: ChromaLink, asked: Sequence[Question], new: int = 4) -> Retrieve
 def test_a_question_gets_what_is_nearest_and_keeps_what_it_brings(
     link: ChromaLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [question("Where is Kronstead?"), question("Where is Hesmere?", TEXTS[1])]
+    asked = [question("Where is Kronstead?"), question("Where is Hesmere?", TEXTS[1])] * 3
     found = ready(link, asked).questions
-    assert [one.documents for one in found] == [(TEXTS[1],), (TEXTS[1],)]
-    monkeypatch.setattr(tuning, "MOST_QUESTIONS", 1)
-    assert len(ready(link, asked).questions) == 1
+    assert [one.documents for one in found] == [(TEXTS[1],)] * 6
+    monkeypatch.setattr(tuning, "MOST_QUESTIONS", 5)
+    assert len(ready(link, asked).questions) == 5
 
 
 def test_what_cannot_be_measured_is_left_out_and_counted(link: ChromaLink) -> None:
-    asked = [question("Where is Hesmere?"), question("Where?", "a text that nobody has cached")]
+    asked = [question("Where is Hesmere?")] * 5
+    asked += [question("Where?", "a text that nobody has cached")]
     found = ready(link, asked)
-    assert [one.question for one in found.questions] == ["Where is Hesmere?"]
+    assert {one.question for one in found.questions} == {"Where is Hesmere?"}
     assert (found.uncached, found.too_long) == (1, 0)
+    with pytest.raises(EmptyInput, match="4 of 5 questions can be asked, and 5 are needed: 0 too"):
+        ready(link, asked[1:])
     window = link.engine.model.context_window
-    with pytest.raises(EmptyInput, match="of 1 question none can be asked: 1 too long"):
-        ready(link, [replace(asked[0], id="long")], new=window)
+    with pytest.raises(EmptyInput, match="0 of 1 question can be asked, and 5 are needed: 1 too"):
+        ready(link, asked[:1], new=window)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import sqlite3
 import time
@@ -33,6 +34,13 @@ was missing or damaged. The text of all of them is known."""
 
 MOST = 2**63 - 1
 """SQLite's largest integer."""
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
+_UNITS = {"": 1} | {
+    f"{prefix}{kind}": base**power
+    for power, prefix in enumerate(("", "k", "m", "g", "t"))
+    for kind, base in (("b", 1000), ("ib", 1024))
+}
 
 MOST_HEADS = 64
 """Prompt heads of which a namespace keeps exact beginnings, those used last."""
@@ -349,16 +357,7 @@ class Index(Database):
         return self.setting("max_bytes"), quota
 
     def set_budget(self, max_bytes: int | None, quota: Mapping[str, int]) -> None:
-        """Set the budget, and evict until it holds.
-
-        Raises InvalidOption if a value is no number of bytes.
-        """
-        for name, value in (("max_bytes", max_bytes), *quota.items()):
-            if value is not None and (type(value) is not int or not 1 <= value <= MOST):
-                raise InvalidOption(
-                    f"{name}={value!r:.40}; a budget is a number of bytes, 1 to 2^63 - 1; "
-                    "None for no limit"
-                )
+        """Set the budget, and evict until it holds."""
         with self.transaction(writes=True) as connection:
             connection.execute("DELETE FROM settings WHERE name GLOB 'quota *'")
             connection.executemany(
@@ -539,6 +538,22 @@ class IndexedChunks:
                         (data,) = connection.execute(of_chunk, [chunk]).fetchone()
                         ids[key] = np.frombuffer(data, "<i4")
         return places, ids
+
+
+def bytes_of(name: str, size: int | str) -> int:
+    """The bytes of a size: a whole number, or a text such as ``500MB``, ``1.5 GiB`` or ``4096``.
+
+    Raises InvalidOption, which calls the size ``name``, for anything else, and beyond `MOST`.
+    """
+    n_bytes: float | None = size if type(size) is int else None
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found and found[2].lower() in _UNITS:
+        n_bytes = float(found[1]) * _UNITS[found[2].lower()]
+    if n_bytes is None or not 1 <= n_bytes <= MOST:
+        raise InvalidOption(
+            f"{name}={size!r:.40}; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
+        )
+    return int(n_bytes)
 
 
 def _same(text: str) -> bytes:

@@ -142,6 +142,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     that was built without `SamKVCacheTransform`. Nodes of every retriever in the process count."""
 
     _elsewhere: ClassVar[Mapping[str, str]] = {
+        **LocalLLM._elsewhere,
         **{
             name: f"give generate_kwargs={{{name!r}: ...}}, or {name} to a call"
             for name in GENERATE_KWARGS

@@ -79,24 +79,25 @@ class SamKVCacheTransform(TransformComponent):
         known = {*SourceOptions.__annotations__, "llm", "engine", "show_progress"}
         for name in source.keys() - known:
             raise UnknownOption.among("argument of SamKVCacheTransform", name, known)
+        given = ModelSource.model_validate(source)
         if llm is not None or engine is not None:
-            if ModelSource(**source) != ModelSource():
+            if given != ModelSource():
                 raise InvalidOption(
                     "llm and engine have their model and folder; leave the other arguments out, "
                     "or give model_name and kv_dir in place of both"
                 )
             held = EngineRef.of(llm, engine)
-        elif not source.get("model_name"):
+        elif not given.model_name:
             raise InvalidOption(
                 "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
             )
-        elif source.get("kv_dir") is None:
+        elif given.kv_dir is None:
             raise InvalidOption(
-                f"model_name={source['model_name']!r} without kv_dir: no other component could use "
+                f"model_name={given.model_name!r} without kv_dir: no other component could use "
                 "caches in this one's memory; give the kv_dir of the LLM"
             )
         else:
-            held = EngineRef(engine_of(ModelSource(**source)))
+            held = EngineRef(engine_of(given))
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
