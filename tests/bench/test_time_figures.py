@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ingest, latency, memory
+from benchmarks import latency, memory
 
 
 def report(ttft_s: float, **changes: object) -> dict[str, Any]:
@@ -17,20 +17,6 @@ def report(ttft_s: float, **changes: object) -> dict[str, Any]:
               "prompt_tokens": 1060, "bytes_read": 500, "kv_bytes": 300,
               "full_kv_bytes": 1200}  # fmt: skip
     return {**fields, **changes}
-
-
-def test_floors() -> None:
-    found = latency.floors(report(0.8), truth_s=2.12, disk_bytes_per_s=5_000.0)
-    assert found == {
-        "computed_tokens": 160,
-        "disk_bytes_per_s": 5_000,
-        "arithmetic_floor_s": pytest.approx(160 * 0.002),
-        "disk_floor_s": 0.1,
-        "floor_ratio": pytest.approx(0.8 / 0.42),
-    }
-    assert latency.floors(report(0.8, bytes_read=0), 2.12, None)["disk_floor_s"] == 0
-    unknown = latency.floors(report(0.8), None, None)
-    assert unknown["floor_ratio"] is unknown["disk_floor_s"] is None
 
 
 def test_ratios_are_medians_of_those_within_a_round() -> None:
@@ -50,19 +36,6 @@ def test_ratios_are_medians_of_those_within_a_round() -> None:
     assert (row["decode_ratio"], row["peak_ratio"], row["kv_ratio"]) == (3, 0.25, 0.25)
     assert row["bytes_ratio"] == 500 / (1060 * 2)
     assert row["arithmetic_floor_s"] == pytest.approx(160 * 2.0 / 1060)
-
-
-def test_ingest_figures() -> None:
-    fast = ingest.Round(forward_s=1.0, memory_s=3.0, disk_s=4.0)
-    slow = ingest.Round(forward_s=4.0, memory_s=5.0, disk_s=10.0)
-    odd = ingest.Round(forward_s=1.0, memory_s=1.0, disk_s=2.0)
-    assert ingest.figures([fast, slow, odd], n_tokens=40) == {
-        "tokens_per_s": 10,
-        "forward_tokens_per_s": 40,
-        "speed_ratio": 0.4,
-        "analysis_share": 0.1,
-        "write_share": 0.5,
-    }
 
 
 def test_the_peak_of_known_allocations_is_exact() -> None:

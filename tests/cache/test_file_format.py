@@ -296,20 +296,6 @@ def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version:
     assert reason_of(path, chunk) == "format"
 
 
-def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -> None:
-    assert (
-        reason_of(path, replace(chunk, fingerprint=replace(SMALL, weights="w1"))) == "fingerprint"
-    )
-    assert reason_of(path, replace(chunk, key="0" * 32)) == "tokens"
-
-
-def test_a_file_of_another_namespace_or_store(path: Path, chunk: ChunkCache) -> None:
-    """Even under the same key."""
-    for others in ({"namespace": "another"}, {"secret": bytes(32)}):
-        path.write_bytes(encoded(chunk, **others))
-        assert reason_of(path, chunk) == "corrupt"
-
-
 def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
     """Other entries with MACs that are right but for the secret, and those of the true file."""
     forged = replace(chunk, entries=chunk.entries ^ 1)
@@ -347,21 +333,6 @@ def test_a_region_is_sound_in_its_own_place_only(path: Path, chunk: ChunkCache) 
             read_block(stored, 1, 0)
             with pytest.raises(CacheMiss, match="corrupt"):
                 read_block(stored, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        struct.pack("<Q", 2**63) + bytes(100),
-        struct.pack("<Q", 2**21) + bytes(2**21),
-        struct.pack("<Q", 100_000) + b"[" * 100_000,
-        struct.pack("<Q", 4) + b"null" + bytes(100),
-        struct.pack("<Q", 0) + bytes(100),
-    ],
-)
-def test_a_hostile_header_is_corrupt(path: Path, chunk: ChunkCache, data: bytes) -> None:
-    path.write_bytes(data)
-    assert reason_of(path, chunk) == "corrupt"
 
 
 # -- which bytes are read ------------------------------------------------------------------------

@@ -44,34 +44,6 @@ def value_scales(form: EntryFormat, entries: Tensor) -> Tensor:
 # --- bytes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("bits", "dtype", "n_kv_heads", "head_dim", "n_bytes"),
-    [
-        (4, torch.float32, 2, 8, 8 + 8 + 8),
-        (8, torch.float32, 2, 8, 16 + 16 + 8),
-        (16, torch.float32, 2, 8, 64 + 64),
-        (16, torch.bfloat16, 2, 8, 32 + 32),
-        (4, torch.bfloat16, 2, 64, 64 + 64 + 8),  # Qwen2.5-0.5B: 136 bytes instead of 512
-        (8, torch.bfloat16, 2, 64, 128 + 128 + 8),
-        (8, torch.float16, 3, 5, 15 + 15 + 12),
-        (4, torch.float16, 1, 2, 1 + 1 + 4),
-    ],
-)
-def test_bytes_of_an_entry(
-    bits: int, dtype: torch.dtype, n_kv_heads: int, head_dim: int, n_bytes: int
-) -> None:
-    form = of(bits, dtype, n_kv_heads, head_dim)
-    assert form.n_bytes == n_bytes
-    assert form.is_quantised == (bits < 16)
-    keys = normal(0, 3, n_kv_heads, head_dim).to(dtype)
-    entries, key_range = form.encode(keys, keys)
-    assert entries.shape == (3, n_bytes)
-    assert key_range.shape == form.range_shape(3) == (bits < 16, 2, n_kv_heads, head_dim)
-    assert form.range_shape(64) == form.range_shape(1) == key_range.shape
-    assert form.range_shape(65) == (2 * (bits < 16), 2, n_kv_heads, head_dim)
-    assert key_range.dtype == torch.float16
-
-
 def test_an_entry_written_by_hand() -> None:
     """Eight channels of one head: keys whose transform is told by its codes, and values too."""
     form = of(4, n_kv_heads=1, head_dim=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -223,17 +222,6 @@ def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
     ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
     close = BATCHED if before else CLOSE
     torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **close)
-
-
-def test_progress_goes_to_standard_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = Engine(tiny_model("llama"), block_size=BLOCK)
-    engine.cache_chunks(TEXTS[:2])
-    quiet = capfd.readouterr()
-    assert (quiet.out, quiet.err) == ("", "")
-    engine.cache_chunks([*TEXTS, "a fourth"], progress=True)
-    shown = capfd.readouterr()
-    assert shown.out == ""
-    assert re.search(r"\b2/2\b", shown.err), "only what is computed counts"
 
 
 # --- memory ------------------------------------------------------------------------------------

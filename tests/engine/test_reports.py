@@ -41,10 +41,6 @@ def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
     assert report.chunk_misses == {} and report.recompute_ratio == 1.0
 
 
-def test_what_is_answered_from_its_cache_is_reused(engine: Engine) -> None:
-    assert chunks_of(asked(engine, method="reuse")) == (3, 3, 0)
-
-
 def test_a_report_is_printed_as_what_was_spared(engine: Engine) -> None:
     report = asked(engine, method="reuse")
     said = f"3 of 3 chunks reused, {report.cached_tokens} of {report.prompt_tokens} prompt tokens"
@@ -174,12 +170,3 @@ def test_tokens_of_a_held_beginning_are_counted_apart_from_chunks(
     assert again.uncached_tokens == first.uncached_tokens - n_before
     reused = (1 - again.recompute_ratio) * again.context_tokens
     assert again.cached_tokens == round(n_before + reused)
-
-
-def test_held_tokens_of_chunks_count_once() -> None:
-    engine = Engine(tiny_model("llama"), block_size=8)
-    first, again = (asked(engine, on_miss="text") for _ in range(2))
-    assert (first.ran, again.ran) == ("recompute", "prefix")
-    assert again.prefix_tokens == 1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2])
-    assert first.cached_tokens == 0 and again.cached_tokens == again.prefix_tokens
-    assert again.uncached_tokens == again.prompt_tokens - again.prefix_tokens

@@ -25,7 +25,7 @@ from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import AnswerSettings, FirstToken, Request
 from samkv_integrations.engine.scheduler import AHEAD, OWNER, Limits, Scheduler
 from samkv_integrations.engine.stream import AnswerStream, off_loop
-from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut
+from samkv_integrations.errors import Overloaded, TimedOut
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
@@ -196,21 +196,6 @@ def test_too_many_that_wait(steps: Steps) -> None:
         assert "".join(running) and waiting.result(PATIENCE_S).text
     assert engine.generate(PROMPTS[2], max_new_tokens=4).text  # it was not lost for good
     eventually(lambda: engine.scheduler.load.running == engine.scheduler.load.waiting == 0, engine)
-
-
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_batch": 0}, "max_batch=0; it must be a whole number of at least 1"),
-        ({"max_batch": True}, "max_batch=True"),
-        ({"max_batch": None}, "max_batch=None; it must be a whole number of at least 1$"),
-        ({"max_kv_bytes": 0}, "max_kv_bytes=0; it must be a whole number of at least 1, or None"),
-        ({"max_waiting": -1}, "max_waiting=-1; it must be a whole number of at least 0, or None"),
-    ],
-)
-def test_wrong_limits(limits: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        Limits(**limits)
 
 
 # -- between steps ------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import (
     H2O,
+    InfLLM,
     PyramidKV,
     Quest,
+    RetrievalAttention,
     SageKV,
     SnapKV,
     StreamingLLM,
@@ -513,6 +515,10 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
         (lambda: PyramidKV(budget_ratio=0.2, beta=0), "beta=0 of 'pyramidkv'"),
         (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* at least 33"),
         (lambda: SageKV(budget_tokens=3), "at least 4 entries"),
+        (lambda: InfLLM(budget_tokens=142), "budget_tokens=142 of 'infllm'.* from 143 on"),
+        (lambda: InfLLM(budget_ratio=0.5, first=-1), "first=-1 of 'infllm'"),
+        (lambda: InfLLM(budget_ratio=0.5, block=0), "block=0 of 'infllm'"),
+        (lambda: RetrievalAttention(budget_tokens=80), "'retrieval-attention'.* from 81 on"),
     ],
 )
 def test_wrong_options_are_named(make: Callable[[], Eviction], message: str) -> None:

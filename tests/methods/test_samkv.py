@@ -15,7 +15,6 @@ from samkv_integrations.cache.attention_stats import MIN_CHUNKS, stable_layers
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.formats.quantise import rotate
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.base import (
     Method,
@@ -317,9 +316,3 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
     assert bool(asked.layout.is_anchor.any())
     ids = sum(cache.token_ids.nbytes for cache in caches)
     assert asked.report.bytes_read == ids
-
-
-@pytest.mark.parametrize("value", [-0.01, 1.01, math.nan, math.inf])
-def test_a_cap_that_is_no_share_is_refused(value: float) -> None:
-    with pytest.raises(InvalidOption, match="max_kept_ratio=.*between 0 and 1"):
-        SamkvSelect(max_kept_ratio=value)

