@@ -263,14 +263,6 @@ def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path(".samkv").exists()
 
 
-@pytest.mark.parametrize(
-    "server", ["127.0.0.1:8000", "http://127.0.0.1", "ftp://a:1", "http://a:b", "http://a:1/path"]
-)
-def test_a_chroma_server_is_an_address(town: Path, tiny: str, server: str) -> None:
-    line = error_of("ingest", str(town), "--model", tiny, "--chroma", server)
-    assert f"Chroma server {server!r}; give http://HOST:PORT" in line
-
-
 def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -> None:
     """Other bits are refused where other machines have the caches, and for a part of the files."""
     ran("ingest", str(town), "--model", tiny)

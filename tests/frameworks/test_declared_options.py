@@ -20,7 +20,6 @@ from samkv_integrations.cli.arguments import with_flags
 from samkv_integrations.engine import options
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.llm import fields
-from samkv_integrations.model.sampling import DECLARED
 from samkv_integrations.option import Option, declared
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
@@ -160,8 +159,3 @@ def test_type_checkers_are_told_of_the_same_fields() -> None:
         made = getattr(fields, node.name).model_fields
         defaults = {n: each.get_default(call_default_factory=True) for n, each in made.items()}
         assert named == defaults
-
-
-def test_every_option_is_described() -> None:
-    assert all(option.description for _, option in DECLARED.values())
-    assert all(option.description for option in OF_LLMS.values())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from tests.support.asked import listen
 from tests.support.records import builtin
 
 NAMES = sorted(OPTIONS.keys() - {"max_new_tokens"})
-DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = "Question: Where was Tobias Trulman born?"
 IN_RANGE = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "top_k": 3, "seed": 3,
             "repetition_penalty": 1.5}  # fmt: skip
@@ -61,10 +58,6 @@ class TestEveryOption:
         with pytest.raises(InvalidOption, match=f"{name}={OUT_OF_RANGE[name]}; it must be"):
             SamKVLLM(engine=engine, generate_kwargs={name: OUT_OF_RANGE[name]})
         assert [options[name] for options in sampled] == [IN_RANGE[name]] * 2
-
-    @pytest.mark.parametrize("guide", ["langchain.md", "llama-index.md"])
-    def test_guides(self, name: str, guide: str) -> None:
-        assert re.search(rf"`{name}`", (DOCS / guide).read_text(encoding="utf-8"))
 
 
 class TestArgumentsOfSamKVLLM:

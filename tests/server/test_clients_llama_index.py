@@ -92,16 +92,6 @@ def test_complete(live: LiveServer) -> None:
     assert last.text == answer.text
 
 
-async def test_acomplete(live: LiveServer) -> None:
-    answer = await llm_of(live, is_chat_model=False).acomplete(COMPLETION)
-    assert answer.text == live.answer(COMPLETION)
-
-
-def test_options_of_ours(live: LiveServer) -> None:
-    llm = llm_of(live, additional_kwargs={"extra_body": {"samkv": {"method": "reuse"}}})
-    assert llm.chat(MESSAGES).message.content == live.answer(CHAT, method="reuse")
-
-
 def test_a_query_engine_over_an_index(llm: OpenAILike, live: LiveServer) -> None:
     """The client's own index, whose texts the server has cached."""
     index = VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=Lexical())

@@ -18,7 +18,6 @@ from tests.support.live_server import (
     COMPLETION,
     KEY,
     MAX_TOKENS,
-    QUESTION,
     LiveServer,
     live_server,
 )
@@ -144,14 +143,6 @@ def test_options_of_ours(client: OpenAI, live: LiveServer) -> None:
     assert answer.choices[0].message.content == live.answer(CHAT, method="reuse")
 
 
-def test_options_of_sampling(client: OpenAI, live: LiveServer) -> None:
-    sampled = {"temperature": 1.5, "top_p": 0.9, "seed": 3}
-    answer = client.chat.completions.create(**ASK, **sampled)
-    assert answer.choices[0].message.content == live.answer(CHAT, **sampled)
-    answer = client.chat.completions.create(**ASK, stop=["4"])
-    assert answer.choices[0].message.content == live.answer(CHAT, stop=["4"])
-
-
 def test_a_schema_is_kept_to(client: OpenAI) -> None:
     schema = {
         "type": "object",
@@ -190,21 +181,6 @@ def test_another_model(client: OpenAI) -> None:
         client.chat.completions.create(**ASK | {"model": "gpt-4o"})
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     assert "known: 'builtin'" in caught.value.message
-
-
-def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
-    long = [{"role": "user", "content": QUESTION * 20}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**ASK | {"messages": long})
-    assert caught.value.code == "context_length_exceeded"
-
-
-@pytest.mark.parametrize("more", [{"n": 2}, {"logprobs": True}, {"tools": [{"type": "function"}]}])
-def test_what_is_not_supported(client: OpenAI, more: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**ASK, **more)
-    assert caught.value.param == next(iter(more))
-    assert caught.value.type == "invalid_request_error"
 
 
 def test_nothing_there(client: OpenAI) -> None:

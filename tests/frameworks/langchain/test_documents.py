@@ -163,24 +163,6 @@ class TestCompressor:
         assert (silent.found, silent.chunk_misses) == (1, {})
         assert (counted.found, counted.chunk_misses) == (2, {"absent": 1})
 
-    def test_a_document_that_the_prompt_holds_in_part_is_used_in_part(
-        self, engine: Engine, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        engine.cache_chunks(TEXTS)
-        compressor = SamKVDocumentCompressor(engine=engine)
-        answers = Answers(engine)
-        retriever = retriever_of(documents(*TEXTS[:2]))
-
-        def cut(found: list[Document]) -> str:
-            return "\n\n".join([found[0].page_content, found[1].page_content[:-10] + "..."])
-
-        answers.chain(retriever | cut).invoke(QUESTION)
-        answers.chain(retriever | compressor.compress_documents | cut).invoke(QUESTION)
-        first, second = answers.reports
-        assert (first.found, first.chunk_misses) == (second.found, second.chunk_misses) == (2, {})
-        assert first.context_tokens == second.context_tokens
-        assert not caplog.records
-
     def test_on_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
         given = documents(*TEXTS[:2], "")

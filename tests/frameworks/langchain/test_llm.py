@@ -664,31 +664,6 @@ class TestCopies:
         assert len(pieces) > 2  # not made with streaming=False
 
 
-class TestManyAtOnce:
-    def test_twenty_tasks(self, chat: ChatSamKV, llm: SamKV) -> None:
-        async def whole(record: Record) -> str:
-            return (await chat.ainvoke(prompt_about(record))).content
-
-        async def streamed(record: Record) -> str:
-            chunks = [chunk.content async for chunk in chat.astream(prompt_about(record))]
-            return "".join(chunks)
-
-        async def string(record: Record) -> str:
-            return await llm.ainvoke(prompt_about(record, SamKV))
-
-        async def string_streamed(record: Record) -> str:
-            return "".join([p async for p in llm.astream(prompt_about(record, SamKV))])
-
-        forms = (whole, streamed, string, string_streamed)
-        asked = [RECORDS[place % len(RECORDS)] for place in range(20)]
-
-        async def all_at_once() -> list[str]:
-            calls = [forms[place % len(forms)](record) for place, record in enumerate(asked)]
-            return await asyncio.gather(*calls)
-
-        assert asyncio.run(all_at_once()) == [f" {record.workers}" for record in asked]
-
-
 class TestCallersThatGoAway:
     """Nothing is computed for them any more, and nobody else has to wait."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -540,20 +539,3 @@ class TestAcrossFrameworks:
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
-
-
-def test_progress_is_shown_chunk_by_chunk(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = partial(samkv_integrations.chroma.link.tqdm, mininterval=0)
-    monkeypatch.setattr(samkv_integrations.chroma.link, "tqdm", bar)
-    engine.cache_chunks(TEXTS[:1])
-    store = SamKVChroma("town", Letters(), engine=engine, show_progress=True)
-    store.add_texts([*TEXTS[:3], TEXTS[2]])  # one is cached, and one stands there twice
-    shown = capsys.readouterr().err
-    assert all(f" {n}/4 " in shown for n in (1, 2, 4)), shown
-    store.add_documents([Document(TEXTS[3])])
-    assert " 1/1 " in capsys.readouterr().err
-    store.delete_collection()
-    SamKVChroma.from_texts(TEXTS[:2], Letters(), engine=engine).delete_collection()
-    assert "caching" not in capsys.readouterr().err

@@ -22,8 +22,8 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
-from tests.support.handles import HANDLE, issued, spelled_out
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+from tests.support.handles import HANDLE, spelled_out
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, ingest
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -74,18 +74,6 @@ class TestQueryEngine:
 
 
 class TestMisses:
-    @pytest.mark.parametrize("content", [b"", b"Another text."])
-    def test_a_handle_needs_no_sound_cache(
-        self, own_corpus: Corpus, prompts: list[Any], content: bytes
-    ) -> None:
-        own_corpus.key_file(ASKED.text).write_bytes(content)
-        llm = own_corpus.llm()
-        response = own_corpus.query_engine(llm).query(ASKED.question)
-        assert str(response).strip() == ASKED.workers
-        assert ASKED.text not in prompts[0][-1]["content"]
-        assert llm.last_report.found == TOP_K
-        assert sum(llm.last_report.chunk_misses.values()) == 1
-
     def test_chunk_that_the_store_never_knew_is_text(
         self, own_corpus: Corpus, prompts: list[Any]
     ) -> None:
@@ -109,35 +97,6 @@ class TestMisses:
         assert str(response).strip() == "2222"
         assert edited in prompts[0][-1]["content"]
         assert response.source_nodes[0].node.text == edited
-
-    def test_compute_caches_what_is_missing_in_one_pass(
-        self, own_corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = own_corpus.engine
-        llm = own_corpus.llm()
-        sources = own_corpus.query_engine(llm).query(ASKED.question).source_nodes
-        keys = {engine.key_of(source.node.text) for source in sources[:2]}
-        for key in keys:
-            engine.store.delete(key)
-        passes, prefill = [], samkv_integrations.engine.chunks.prefill
-
-        def counted(model: Any, chunks: Any, *rest: Any) -> Any:
-            passes.append({chunk.key for chunk in chunks})
-            return prefill(model, chunks, *rest)
-
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", counted)
-        postprocessor = SamKVPostprocessor(engine=engine, mode="handle", on_miss="compute")
-        query_engine = own_corpus.query_engine(llm, postprocessor=postprocessor)
-        for _ in range(2):  # the second time nothing is missing
-            assert str(query_engine.query(ASKED.question)).strip() == ASKED.workers
-            assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-            assert passes == [keys]
-
-    def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:
-        handle = issued(own_corpus.engine, ASKED.text)
-        own_corpus.key_file(ASKED.text).unlink()
-        with pytest.raises(ChunkNotCached, match="absent"):
-            own_corpus.llm(on_miss="error").complete(f"Documents:\n\n{handle}")
 
 
 class TestPostprocessor:

@@ -88,15 +88,3 @@ def test_a_text_is_computed_once_and_reused_by_later_questions(llm: SamKVLLM, na
     assert second.reused > 0 and second.reused + second.computed_now == second.found
     again = asked(llm, engine, EMPLOYER, "Vasumex Trading")
     assert (again.found, again.reused, again.computed_now) == (first.found, first.found, 0)
-
-
-def test_before_the_replacement_it_announces_sentences(llm: SamKVLLM) -> None:
-    """So that the order which the guide names is one that matters."""
-    index = VectorStoreIndex(sentences(), embed_model=OfflineEmbedding())
-    wrong = [
-        SamKVPostprocessor(llm=llm, on_miss="compute"),
-        MetadataReplacementPostProcessor("window"),
-    ]
-    engine = index.as_query_engine(llm=llm, similarity_top_k=6, node_postprocessors=wrong)
-    sources = engine.query(EMPLOYER).source_nodes
-    assert sources and not any(llm.engine.is_cached(node.get_content()) for node in sources)

@@ -134,21 +134,6 @@ class TestAdd:
         assert rows["a"]["page"] == 3 and rows["a"]["document_id"] == "doc"
         assert rows["b"]["file"] == ""  # as upstream writes None
 
-    def test_nodes_of_the_transform_are_looked_up_and_not_read(
-        self, store: SamKVChromaVectorStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        nodes = [node("a", TEXTS[0]), node("b", TEXTS[1])]
-        SamKVCacheTransform(engine=engine)(nodes)
-        opened = []
-        open_ = engine.store.open
-        monkeypatch.setattr(
-            engine.store, "open", lambda *args: (opened.append(args[0]), open_(*args))[1]
-        )
-        nodes[1].set_content(TEXTS[2])  # its key is that of a former text
-        store.add(nodes)
-        assert set(opened) == keys_of(store, TEXTS[2])
-        assert records(store)["b"] == (TEXTS[2], engine.key_of(TEXTS[2]))
-
     def test_images_and_empty_nodes_have_no_key(self, store: SamKVChromaVectorStore) -> None:
         image = ImageNode(id_="i", text="a caption", image_url="http://x/y", embedding=VECTOR)
         image.metadata[KEY_FIELD] = "0" * 32
