@@ -12,9 +12,7 @@ import torch
 from benchmarks import latency, shapes
 from benchmarks.latency import LatencyConfig
 from samkv_integrations import METHODS
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import Answer
 from tests.bench.running import run
 
 TINY = {
@@ -89,19 +87,6 @@ def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
             assert row["computed_tokens"] == row["prompt_tokens"] - row["prefix_tokens"]
             share = row["computed_tokens"] / row["prompt_tokens"]
             assert row["arithmetic_floor_s"] == pytest.approx(row["ttft_s"] * share)
-
-
-def test_methods_take_turns_after_a_round_that_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    answer = Engine.generate
-
-    def noted(self: Engine, *arguments: Any, **options: Any) -> Answer:  # noqa: ANN401
-        asked.append(options["method"].name)
-        return answer(self, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", noted)
-    list(latency.run(tiny(repeats=2, memory=True), METHODS_HERE))
-    assert asked == [*NAMES] * (1 + 2 + 1)
 
 
 def test_ingest_is_a_command(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from chromadb.errors import InternalError
 
-import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma.client import chroma_errors, open_collection
 from samkv_integrations.chroma.link import ChromaLink
@@ -80,17 +79,6 @@ class TestAdd:
         assert (second.n_records, second.n_cached, second.n_hit) == (3, 1, 2)
         assert 0 < second.bytes_on_disk < first.bytes_on_disk
 
-    def test_again_computes_nothing(
-        self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        vectors = embedding.embed(TEXTS)
-        link.add(IDS, TEXTS, vectors)
-        before = records(link)
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
-        again = link.add(IDS, TEXTS, vectors)
-        assert (again.n_cached, again.n_hit, again.bytes_on_disk) == (0, len(TEXTS), 0)
-        assert records(link) == before
-
     def test_a_key_is_trusted_of_the_record_that_has_it_only(
         self, link: ChromaLink, embedding: HashingEmbedding
     ) -> None:
@@ -106,12 +94,6 @@ class TestAdd:
         )
         assert (result.n_cached, result.n_hit) == (2, 0)
         assert engine.is_cached(TEXTS[0])
-
-    def test_known_id_is_replaced(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        # Collection.add would silently keep the old text
-        assert link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1])).n_released == 0
-        assert link.add(["a"], TEXTS[1:2], embedding.embed(TEXTS[1:2])).n_released == 1
-        assert records(link) == {"a": (TEXTS[1], {KEY_FIELD: link.engine.key_of(TEXTS[1])})}
 
     def test_no_more_records_at_once_than_chroma_takes(
         self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
@@ -261,10 +243,6 @@ def test_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)  # what import does if it is not installed
     with pytest.raises(MissingExtra, match=r"pip install '.\[chroma\]'"):
         use()
-
-
-def _not_called(*arguments: object) -> None:
-    raise AssertionError("nothing should have been computed")
 
 
 class TestNothingIsLeft:

@@ -207,20 +207,6 @@ class TestPrune:
         assert counts(link.sync()) == (0, 0, 0, 0, 1, 1)
         assert cached(link) == keys_of(link, TEXTS[0])
 
-    def test_add_makes_young_what_it_takes_for_cached(
-        self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        link.engine.cache_chunks(TEXTS[:1])
-        grow_old(link)
-        seen = []
-
-        def upsert(**given: Any) -> None:
-            seen.append(link.engine.store.age_s(*link.engine.store.keys(), link.engine.fingerprint))
-
-        monkeypatch.setattr(link.collection, "upsert", upsert)
-        link.add(["a"], TEXTS[:1], [VECTOR], [{KEY_FIELD: link.engine.key_of(TEXTS[0])}])
-        assert seen[0] < 1000
-
     def test_other_collections_keep_what_they_need(self, link: ChromaLink, tmp_path: Path) -> None:
         other = link_of(tmp_path, "country")
         add(link, {"a": TEXTS[0], "b": TEXTS[1], "c": TEXTS[2]})

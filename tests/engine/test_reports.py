@@ -41,20 +41,6 @@ def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
     assert report.chunk_misses == {} and report.recompute_ratio == 1.0
 
 
-def test_a_report_is_printed_as_what_was_spared(engine: Engine) -> None:
-    report = asked(engine, method="reuse")
-    said = f"3 of 3 chunks reused, {report.cached_tokens} of {report.prompt_tokens} prompt tokens"
-    assert str(report).startswith(f"reuse: {said} not computed")
-    engine.costs = WHOLE_IS_FASTER
-    missed = "A sentence that no store has ever seen before today."
-    other = engine.generate(
-        f"{PROMPT}\n{missed}\nQ?", [*TEXTS, missed], method="auto", on_miss="text",
-        max_new_tokens=1,
-    )  # fmt: skip
-    assert str(other.report).startswith("auto, which ran ")
-    assert "(missed: 1 absent)" in str(other.report)
-
-
 def test_a_chunk_recomputed_to_its_last_token_is_not_reused(engine: Engine) -> None:
     """Regression: a small context that a method computes whole counted as hits."""
     short = "abc de fgh ijk l"
@@ -117,12 +103,6 @@ def test_it_is_work_even_where_full_prefill_follows() -> None:
     report = asked(engine)
     assert (report.ran, *chunks_of(report)) == ("recompute", 3, 0, 3)
     assert report.recompute_ratio == 1.0
-
-
-def test_announcing_what_is_cached_is_no_work(engine: Engine) -> None:
-    engine.announce(TEXTS, "compute")
-    report = asked(engine, method="reuse")
-    assert (*chunks_of(report), report.announce_s) == (3, 3, 0, 0.0)
 
 
 def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:

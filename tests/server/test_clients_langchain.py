@@ -22,7 +22,7 @@ from tests.support.live_server import (
     QUESTION,
     LiveServer,
 )
-from tests.support.records import CHAT_TEMPLATE, RECORDS, TEXTS
+from tests.support.records import TEXTS
 
 
 @pytest.fixture
@@ -66,19 +66,6 @@ async def test_ainvoke_and_astream(llm: ChatOpenAI, expected: str) -> None:
     assert answer.text == expected
     check_reused(answer)
     assert "".join([chunk.text async for chunk in llm.astream(QUESTION)]) == expected
-
-
-def test_batch(llm: ChatOpenAI, live: LiveServer) -> None:
-    context = "\n\n".join(TEXTS)
-    prompts = [
-        CHAT_TEMPLATE.format(context_str=context, query_str=record.question) for record in RECORDS
-    ]
-    answers = llm.batch(prompts)
-    expected = [live.answer([{"role": "user", "content": prompt}]) for prompt in prompts]
-    assert [answer.text for answer in answers] == expected
-    assert len(set(expected)) == len(RECORDS)
-    for answer in answers:
-        check_reused(answer)
 
 
 def test_the_llm_of_plain_strings(live: LiveServer) -> None:

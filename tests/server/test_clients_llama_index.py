@@ -62,12 +62,6 @@ def test_stream_chat(llm: OpenAILike, expected: str) -> None:
     check_reused(answers[-1].raw)
 
 
-def test_stream_chat_with_usage(llm: OpenAILike, expected: str) -> None:
-    *_, last = llm.stream_chat(MESSAGES, stream_options={"include_usage": True})
-    assert last.message.content == expected
-    assert last.raw.usage.prompt_tokens_details.cached_tokens > 0
-
-
 async def test_achat_and_astream_chat(llm: OpenAILike, expected: str) -> None:
     answer = await llm.achat(MESSAGES)
     assert answer.message.content == expected

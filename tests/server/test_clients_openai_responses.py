@@ -65,13 +65,6 @@ def test_a_stream(client: OpenAI, expected: str) -> None:
     check_reused(events[-1].response)
 
 
-def test_the_helper_that_gathers_a_stream(client: OpenAI, expected: str) -> None:
-    with client.responses.stream(**ASK) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_response().output_text == expected
-
-
 async def test_asynchronous(live: LiveServer, expected: str) -> None:
     async with AsyncOpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
         stream = await client.responses.create(**ASK, stream=True)
@@ -122,11 +115,3 @@ def test_what_is_refused(client: OpenAI, more: dict[str, Any], param: str) -> No
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**ASK | more)
     assert str(caught.value.param).startswith(param)
-
-
-def test_what_changes_no_answer_is_taken(client: OpenAI, expected: str) -> None:
-    answer = client.responses.create(
-        **ASK, store=True, include=[], tools=[], tool_choice="auto", parallel_tool_calls=True,
-        truncation="disabled", metadata={"a": "b"}, service_tier="auto", user="u",
-    )  # fmt: skip
-    assert answer.output_text == expected
