@@ -22,10 +22,10 @@ from samkv_integrations.cache.files.chunk_file import FileLayout
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
-from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.chunks import TINY, random_chunk
 
 # As small as they get: 5 blocks, of which 1 and 2 are the middle and 4 is short.
-SMALL = tiny_fingerprint(n_heads=2, n_kv_heads=1, head_dim=4, block_size=2)
+SMALL = replace(TINY, n_heads=2, n_kv_heads=1, head_dim=4, block_size=2)
 N_TOKENS = 9
 
 

@@ -17,10 +17,9 @@ import pytest
 from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.prompt.layout import find_runs
-from tests.support.chunks import tiny_fingerprint
+from tests.support.chunks import TINY
 from tests.support.stores import Files
 
-TINY = tiny_fingerprint()
 DIGEST, SECRET = TINY.digest, b"s" * 32
 LONG = "The quick brown fox jumps over"
 

@@ -41,9 +41,6 @@ def value_scales(form: EntryFormat, entries: Tensor) -> Tensor:
     return entries[:, start : start + n_bytes].contiguous().view(torch.float16).float()
 
 
-# --- bytes -------------------------------------------------------------------------------------
-
-
 def test_an_entry_written_by_hand() -> None:
     """Eight channels of one head: keys whose transform is told by its codes, and values too."""
     form = of(4, n_kv_heads=1, head_dim=8)
@@ -78,9 +75,6 @@ def test_16_bits_keep_every_bit(dtype: torch.dtype) -> None:
         raw = bytes(keys[t].reshape(-1).view(torch.uint8).tolist())
         raw += bytes(values[t].reshape(-1).view(torch.uint8).tolist())
         assert bytes(entries[t].tolist()) == raw
-
-
-# --- errors ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=200)
@@ -127,9 +121,6 @@ def test_what_comes_back_is_within_half_a_step(
     assert (step <= span / levels * 1.001 + 2.0**-22).all()
 
 
-# --- groups ------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 10_000),
@@ -156,9 +147,6 @@ def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens:
     )
     torch.testing.assert_close(rotated, rotate(torch.cat(decoded), cos, sin))
     assert torch.equal(form.values(together), torch.cat([form.values(own) for own in alone]))
-
-
-# --- what is refused ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

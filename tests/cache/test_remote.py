@@ -23,7 +23,8 @@ from samkv_integrations.cache.store import Store
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.prompt.layout import Occurrence, find_runs
-from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
+from tests.contracts.store_contract import StoreContract, chunk_for, read_all, reason
+from tests.support.chunks import TINY
 from tests.support.processes import wait_until
 from tests.support.s3_server import s3_server
 

@@ -34,14 +34,13 @@ from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.engine.tuned import read_tuned
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import (
-    TINY,
     StoreContract,
     chunk_for,
     read,
     read_all,
     reason,
 )
-from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.chunks import TINY, random_chunk
 
 
 class TestMemoryStore(StoreContract):
@@ -63,7 +62,8 @@ class TestChunkStore(StoreContract):
 @given(data=st.data())
 def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
     """Any sizes, any blocks, any order, with repetitions."""
-    fingerprint = tiny_fingerprint(
+    fingerprint = replace(
+        TINY,
         dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
         n_layers=data.draw(st.integers(1, 3)),
         block_size=data.draw(st.integers(1, 7)),

@@ -19,8 +19,6 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, Retrieved
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import (
-    EmptyInput,
-    InvalidChunk,
     InvalidOption,
     MissingExtra,
     UnknownOption,
@@ -112,21 +110,6 @@ class TestAdd:
             zip(IDS, TEXTS, strict=True)
         )
 
-    def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        two = embedding.embed(TEXTS[:2])
-        with pytest.raises(InvalidOption, match="2 ids, 1 texts, 2 embeddings and 2 metadatas"):
-            link.add(["a", "b"], TEXTS[:1], two)
-        with pytest.raises(InvalidOption, match="'b' occurs twice"):
-            link.add(["a", "b", "b"], TEXTS[:3], embedding.embed(TEXTS[:3]))
-        with pytest.raises(InvalidChunk, match="no text"):
-            link.add(["a", "b"], [TEXTS[0], " "], two)
-        assert link.collection.count() == 0
-        with pytest.raises(InvalidOption, match="'town' refused the records.*dict"):
-            link.add(["a"], TEXTS[:1], two[:1], [{"nested": {}}])
-        link.add(["a"], TEXTS[:1], two[:1])
-        with pytest.raises(InvalidOption, match="dimension"):
-            link.add(["b"], TEXTS[1:2], [[1.0, 0.0]])
-
 
 class TestQuery:
     def test_nearest_first(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
@@ -140,18 +123,6 @@ class TestQuery:
             )
             distances = [hit.distance for hit in found]
             assert len(found) == 3 and distances == sorted(distances)
-
-    def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        vector = embedding.embed(["workers"])[0]
-        with pytest.raises(EmptyInput, match="'town' is empty; ingest"):
-            link.query(vector, 3)
-        link.add(IDS[:1], TEXTS[:1], embedding.embed(TEXTS[:1]))
-        with pytest.raises(InvalidOption, match="0 chunks to retrieve"):
-            link.query(vector, 0)
-        with pytest.raises(InvalidOption, match="'town' refused the query.*dimension"):
-            link.query([1.0], 3)
-        link.collection.add(ids=["bare"], embeddings=[vector])
-        assert [hit.id for hit in link.query(vector, 3)] == IDS[:1]
 
 
 def test_what_another_process_deletes_is_left_out(

@@ -42,15 +42,6 @@ def test_ask_evicts_entries_while_it_answers(town: Path) -> None:
     assert 0.4 < row["decode_kv_bytes"] / row["kv_bytes"] <= 0.5
 
 
-def test_ask_says_what_is_wrong_with_an_eviction(town: Path) -> None:
-    ran("ingest", str(town))
-    assert "unknown eviction 'magic'; known: h2o, infllm, none" in error_of(
-        "ask", "x", "--eviction", "magic"
-    )
-    assert "budget_ratio=7.0" in error_of("ask", "x", "--eviction", "h2o", "--eviction-budget", "7")
-    assert "without an eviction" in error_of("ask", "x", "--eviction-budget", "0.5")
-
-
 def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     ran("ingest", str(town))
     compared = ("--compare", "recompute, reuse,samkv-overwrite")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,6 @@ def test_sync_of_a_namespace(town: Path, tiny: str) -> None:
     assert (store.stats().n_chunks, ChunkStore(store.path).stats().n_chunks) == (2, 6)
 
 
-def test_sync_says_what_is_wrong(town: Path, tiny: str, working_folder: Path) -> None:
-    sync = ("store", "sync", "--model", tiny)
-    ran("ingest", str(town), "--model", tiny)
-    assert "'papers'; known: documents" in error_of(*sync, "--collection", "papers")
-    assert "--grace -1.0" in error_of(*sync, "--grace", "-1")
-    assert "dtype is 'bfloat16' here" in error_of(*sync, "--dtype", "bfloat16")
-    empty = open_collection(working_folder / "hollow/chroma", "town", create=True)
-    empty._client.delete_collection("town")
-    assert "hollow/chroma holds no collection" in error_of(*sync, "--dir", "hollow")
-
-
 def test_a_store_of_another_model_or_dtype(town: Path, tiny: str, working_folder: Path) -> None:
     ran("ingest", str(town), "--model", tiny)
     other = working_folder / "other"
@@ -118,15 +106,6 @@ class TestForget:
         assert "1 chunk deleted" in shown and "records of" in shown
         (after,) = rows_of("store", "stats")
         assert before["chunks"] - after["chunks"] == len(mine) + 1
-
-    def test_says_what_is_wrong(self, working_folder: Path) -> None:
-        assert "give --text" in error_of("store", "forget")
-        assert "give --text" in error_of("store", "forget", "--text", " ")
-        assert "does not exist" in error_of("store", "forget", "gone.txt")
-        assert "'samkv ingest' used" in error_of("store", "forget", "--text", "a")
-        assert not list(working_folder.iterdir())
-        os.mkfifo("pipe.txt")
-        assert "is no regular file" in error_of("store", "forget", "pipe.txt")
 
 
 @pytest.fixture

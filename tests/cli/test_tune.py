@@ -15,7 +15,7 @@ from samkv_integrations.engine.tuned import (
     read_tuned,
     write_tuned,
 )
-from tests.cli.running import error_of, ran, rows_of, run
+from tests.cli.running import error_of, ran, rows_of
 from tests.support.records import RECORDS
 
 FAST = ("--top-k", "2", "--max-new-tokens", "4")
@@ -62,26 +62,6 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
     shown = ran("tune", *FAST, *options)
     assert "Recommended: --method recompute: the time was over" in " ".join(shown.split())
     assert not Path(".samkv/kv", TUNED_FILE).exists()
-
-
-def test_tune_says_what_is_wrong(town: Path) -> None:
-    given = ("tune", "--questions", "town/questions.jsonl")
-    assert "'--lose': Input should be a valid number" in run(*given, "--lose", "x").stderr
-    assert (
-        "'--top-k': Input should be greater than or equal to 1"
-        in run(*given, "--top-k", "0").stderr
-    )
-    assert "Missing option '--questions'" in run("tune").stderr
-    assert "'--check' was removed; run 'samkv tune --no-write'" in error_of(*given, "--check")
-    assert "holds no Chroma database" in error_of(*given)
-    Path("empty.jsonl").touch()
-    assert "empty.jsonl holds no question" in error_of("tune", "--questions", "empty.jsonl")
-    Path("bare.jsonl").write_text('{"question": "Who?", "answers": ["the"]}')
-    assert 'no gold answers; give "answers"' in error_of("tune", "--questions", "bare.jsonl")
-    ran("ingest", str(town), "--collection", "town")
-    assert "unknown collection 'twon'" in error_of(*given, "--collection", "twon")
-    given = (*given, "--collection", "town")
-    assert "--lose -1; it must be a number of points from 0" in error_of(*given, "--lose", "-1")
 
 
 @pytest.mark.slow  # every setting answers a question

@@ -26,8 +26,6 @@ def engine(tmp_path: Path) -> Engine:
     return engine_on(tmp_path)
 
 
-# -- shapes of prompts ------------------------------------------------------------------------
-
 ODD_CHUNKS = {
     "one token, again and again": ["z" * 16],
     "as short as can be found": ["abcdefgh ijklmno"],
@@ -106,9 +104,6 @@ def test_bos_stands_once(engine: Engine) -> None:
         assert stream.report.prompt_tokens == 1 + body
 
 
-# -- block sizes and ingest --------------------------------------------------------------------
-
-
 def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) -> None:
     model = tiny_model("llama")
     first = Engine(model, ChunkStore(tmp_path))
@@ -143,9 +138,6 @@ def test_a_chunk_that_is_far_too_long_is_not_tokenised(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(model), "tokenize", lambda *_, **__: pytest.fail("it was tokenised"))
     with pytest.raises(InvalidChunk, match="at least 5000 tokens is longer than the 4095"):
         engine.cache_chunks(["a" * 5000 * longest])
-
-
-# -- answers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -114,9 +114,6 @@ def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
         assert torch.equal(getattr(one.statistics, name), getattr(other.statistics, name)), name
 
 
-# --- keys, values, local queries ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "prefix"), covering(FAMILIES, [(), (1,), (1, 50, 60)], times=2))
 def test_captured_entries_are_those_of_transformers_own_cache(
     family: str, prefix: tuple[int, ...]
@@ -177,8 +174,6 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
     torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
 
 
-# --- the engine's side -------------------------------------------------------------------------
-
 TEXTS = ["first chunk of words " * 4, "second", "a third one, longer than the others " * 6]
 
 
@@ -222,9 +217,6 @@ def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
     ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
     close = BATCHED if before else CLOSE
     torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **close)
-
-
-# --- memory ------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):

@@ -29,9 +29,6 @@ def chunks_of(report: Report) -> tuple[int, int, int]:
     return report.found, report.reused, report.computed_now
 
 
-# -- found, reused, computed now ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["recompute", "auto"])
 def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
     """Regression: chunks were hits although everything was computed."""
@@ -80,9 +77,6 @@ def test_misses_are_computed_now_or_with_the_prompt(
     assert report.recompute_ratio == sum(map(len, TEXTS[1:])) / sum(map(len, TEXTS))
 
 
-# -- announcements ------------------------------------------------------------------------------
-
-
 def test_what_an_announcement_computed_is_the_first_prompts_work() -> None:
     """Regression: a query that had just paid for all its chunks reported hits and no work."""
     engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
@@ -116,9 +110,6 @@ def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
     assert one.announce_s == rest.announce_s > 0
 
 
-# -- kept ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_layers", [3, 10, 30])
 def test_all_of_the_context_is_exactly_one(n_layers: int) -> None:
     """A mean over layers that is added up in parts comes to a little more."""
@@ -134,9 +125,6 @@ def test_streaming_keeps_the_prompts_ends(engine: Engine) -> None:
     report = asked(engine, method="recompute", eviction=rule)
     behind = report.prompt_tokens - (1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2]))
     assert report.kept_ratio == pytest.approx((60 - 4 - behind) / report.context_tokens)
-
-
-# -- a beginning that is held -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion", "recompute"])

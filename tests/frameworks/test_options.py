@@ -66,14 +66,6 @@ class TestArgumentsOfSamKVLLM:
         without = SamKVLLM(engine=engine).to_dict()
         assert SamKVLLM(engine=engine, **{name: None}).to_dict() == without
 
-    @pytest.mark.parametrize(
-        "options", [{"max_new_tokens": "5"}, {"context_window": "600"}, {"system_prompt": 5}]
-    )
-    def test_of_another_type(self, engine: Engine, options: dict[str, Any]) -> None:
-        (name,) = options
-        with pytest.raises(InvalidOption, match=f"{name}=.*valid (integer|string)"):
-            SamKVLLM(engine=engine, **options)
-
     @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV])
     def test_what_one_takes_is_said(self, kind: type[Any]) -> None:
         with pytest.raises(InvalidOption, match=r"device_map=\{'': 'cpu'\}.*model_kwargs="):

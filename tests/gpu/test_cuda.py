@@ -75,9 +75,6 @@ def rms(difference: Tensor) -> float:
     return float(difference.square().mean().sqrt())
 
 
-# -- against the CPU ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rule", ["none", "quest"])
 @pytest.mark.parametrize("method", ["reuse", "recompute", "samkv-guided"])
 @pytest.mark.parametrize("store_bits", STORE_BITS)
@@ -134,9 +131,6 @@ def test_an_answer_is_the_cpu_s_and_sampling_repeats_itself():
     assert greedy[0].text == greedy[1].text
     drawn = [there.generate(PROMPT, CHUNKS, temperature=1.0, seed=7, **asked) for _ in range(2)]
     assert drawn[0].text == drawn[1].text
-
-
-# -- the limit laws, in bfloat16 ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +209,6 @@ def test_a_chunk_after_its_prefix_is_exact_in_bfloat16(family: str):
     reused, full = (there.logits(prompt, CHUNKS[:1], method=m) for m in ("reuse", "recompute"))
     true = exact.logits(prompt, CHUNKS[:1], method="recompute")
     assert rms(reused - full) <= 2 * rms(full - true)
-
-
-# -- one kernel in place of many operations -------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(1, 32), (3, 64), (8, 128), (2, 256)])

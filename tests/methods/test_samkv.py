@@ -43,9 +43,6 @@ def sets(mask: Tensor) -> list[set[int]]:
     return [set(row.nonzero()[:, 0].tolist()) for row in mask]
 
 
-# --- section 3.1 and 3.2 -----------------------------------------------------------------------
-
-
 def test_equation_1_biases_each_chunk_by_the_others() -> None:
     """One head of two channels; cosines of the question's query and the chunks' are 1, 0, 0.6."""
     query, local = torch.tensor([[[1.0, 0]]]), torch.tensor([[[[2.0, 0]], [[0, 3]], [[3, 4]]]])
@@ -124,9 +121,6 @@ def test_a_budget_is_filled_to_its_last_token(budget: float, kept: list[int]) ->
     assert sets(fill_budget(order, layout, budget)) == [set(kept)]
 
 
-# --- section 3.3 -------------------------------------------------------------------------------
-
-
 def test_anchors_and_outliers_of_kept_blocks_are_recomputed() -> None:
     layout = layout_of((24,), before=1)
     keep = torch.tensor([[True, True, False, True, False, True]])  # blocks of four tokens
@@ -185,9 +179,6 @@ def test_equation_4_weighs_each_token_by_its_own_cosine() -> None:
     assert Fusion(weight=0.25)(cached, computed).tolist() == [[[0.75, 0.25]], [[1.25, 0.0]]]
 
 
-# --- Table 4 as constructor calls --------------------------------------------------------------
-
-
 CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "shorter than the rest", "x y z w " * 6]
 PROMPT = "Read:\n" + "\n--\n".join(text.strip() for text in CHUNKS) + "\nWhy?"
 
@@ -219,9 +210,6 @@ def test_each_ablation_runs(engine: Engine, name: str) -> None:
     assert whole.report.kept_ratio >= n_anchor / layout.n_context
 
 
-# --- the question's query ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("part", [SamkvSelect(), MultiInfllmSelect()])
 def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> None:
     """Of the last plain text alone, whatever else the probe has computed before it."""
@@ -235,9 +223,6 @@ def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> N
     )  # fmt: skip
     found = part.score(probed, layout_of((20,), question=3))
     torch.testing.assert_close(found, plain[-3:].mean(0), rtol=1e-5, atol=1e-5)
-
-
-# --- the inputs of a real request --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

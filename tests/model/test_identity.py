@@ -230,14 +230,6 @@ class TestLooking:
         model.hf.requires_grad_(False).train(False)
         assert model.identity.look() == generation
 
-    def test_refresh_is_for_what_is_not_seen(self) -> None:
-        model = model_of(hf_model("llama"))
-        before, generation = model.identity.weights, model.identity.look()
-        model.hf.model.layers[2].mlp.down_proj.weight.data[7, 13] += 0.5
-        assert (model.identity.look(), model.identity.weights) == (generation, before)
-        model.identity.refresh()
-        assert model.identity.look() > generation and model.identity.weights != before
-
     @pytest.mark.parametrize(
         ("change", "says"),
         [

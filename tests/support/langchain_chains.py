@@ -44,9 +44,9 @@ from tests.support.pipelines import (
     TURNS,
     Ask,
     Asked,
-    model,
     title_of,
 )
+from tests.support.records import builtin
 
 MAX_TOKENS = 16
 
@@ -60,7 +60,7 @@ class Library:
 
     def __init__(self, asked: Sequence[Question]) -> None:
         self.questions = tuple(asked)
-        self.engine = Engine(model())
+        self.engine = Engine(builtin())
         bodies = [body for question in asked for body in question.documents]
         self.engine.cache_chunks(bodies)
         self.store = InMemoryVectorStore(OfflineEmbeddings())
@@ -107,8 +107,6 @@ def asked(answer: str, documents: Sequence[Document], *shown: object) -> Asked:
 def join(documents: Sequence[Document]) -> str:
     return "\n\n".join(document.page_content for document in documents)
 
-
-# -- chains ----------------------------------------------------------------------------------
 
 Make = Callable[[Setting], Ask]
 

@@ -345,33 +345,6 @@ class TestArguments:
         hub = {"local_files_only": True, "token": "hf_secret"}
         assert asked[0]["model_kwargs"] == asked[0]["tokenizer_kwargs"] == hub
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"task": "translation"}, "task='translation'; allowed: text-generation"),
-            ({"backend": "openvino"}, "backend='openvino'; allowed: default"),
-            ({"device": 0, "device_map": "cpu"}, "give one"),
-            ({"pipeline_kwargs": {"return_full_text": True}}, "never repeats its prompt"),
-            (
-                {"pipeline_kwargs": {"num_beams": 2}},
-                "num_beams=2; there is no beam search",
-            ),
-            ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
-            ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),
-            (
-                {"pipeline_kwargs": {"max_new_tokens": 3}, "max_tokens": 4},
-                "max_tokens=4, which was given as 3 already; give one",
-            ),
-            (
-                {"pipeline_kwargs": {"max_tokens": 3, "max_new_tokens": 3}},
-                "same thing; give one",
-            ),
-        ],
-    )
-    def test_what_from_model_id_refuses(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(SamkvError, match=message):
-            ChatSamKV.from_model_id("builtin", **options)
-
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -18,7 +18,7 @@ from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVDocumentCompresso
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
 from tests.support.langchain_chains import TEMPLATE, join
-from tests.support.pipelines import model
+from tests.support.records import builtin
 
 RECORDS = Path(__file__).parents[3] / "examples" / "town_records"
 EMPLOYER, BIRTHPLACE = "Who does Felix Floksen work for?", "Where was Felix Floksen born?"
@@ -57,7 +57,7 @@ RETRIEVERS = {"ParentDocumentRetriever": of_parents, "MultiVectorRetriever": of_
 
 @pytest.fixture
 def llm() -> ChatSamKV:
-    engine = Engine(model(), method="samkv-guided")
+    engine = Engine(builtin(), method="samkv-guided")
     return ChatSamKV(engine=engine, max_tokens=16)
 
 

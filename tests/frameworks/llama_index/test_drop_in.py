@@ -168,21 +168,6 @@ class TestGenerateKwargs:
         corpus.llm(generate_kwargs=always).complete("Hello", **call)
         assert seen[0].get("temperature") == temperature and "do_sample" not in seen[0]
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"do_sample": True, "temperature": 0}, "do_sample=True and temperature=0 contradict"),
-            ({"do_sample": "yes"}, "do_sample='yes'; it must be True or False"),
-            ({"top_k": -1}, "top_k=-1"),
-            ({"stop": [""]}, r"stop=\[''\]; it must be"),
-        ],
-    )
-    def test_wrong_values(self, corpus: Corpus, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(InvalidOption, match=message):
-            corpus.llm(generate_kwargs=options)
-        with pytest.raises(InvalidOption, match=message):
-            corpus.llm().complete("Hello", **options)
-
 
 class TestQueryWrapperPrompt:
     @pytest.mark.parametrize("wrapper", ["Q: {query_str} A:", PromptTemplate("Q: {query_str} A:")])

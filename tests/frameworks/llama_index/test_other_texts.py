@@ -21,7 +21,7 @@ from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
-from tests.support.pipelines import model
+from tests.support.records import builtin
 
 RECORDS = Path(__file__).parents[3] / "examples" / "town_records"
 EMPLOYER, BIRTHPLACE = "Who does Felix Floksen work for?", "Where was Felix Floksen born?"
@@ -69,7 +69,7 @@ ENGINES = {"sentence windows": of_windows, "AutoMergingRetriever": of_parents}
 
 @pytest.fixture
 def llm() -> SamKVLLM:
-    return SamKVLLM(engine=Engine(model(), method="samkv-guided"), max_new_tokens=16)
+    return SamKVLLM(engine=Engine(builtin(), method="samkv-guided"), max_new_tokens=16)
 
 
 def asked(llm: SamKVLLM, engine: BaseQueryEngine, question: str, answer: str) -> Report:
