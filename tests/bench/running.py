@@ -13,7 +13,6 @@ def run(name: str, *arguments: str | Path) -> Result:
 
 
 def ran(name: str, *arguments: str | Path) -> str:
-    """Standard output of a benchmark that must succeed."""
     result = run(name, *arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout

@@ -116,7 +116,6 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
 
 
 def before_tensors(header: dict[str, object]) -> bytes:
-    """The length and the JSON that begin a file."""
     text = json.dumps(header, separators=(",", ":"))
     text += " " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text.encode("ascii")

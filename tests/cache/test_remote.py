@@ -138,7 +138,6 @@ def fill(store: ChunkStore, n_chunks: int = 1, **options: Any) -> list[Any]:
 
 
 def found(store: ChunkStore, chunks: list[Any]) -> list[Occurrence]:
-    """The chunks that a prompt of all of them holds, as far as the store knows."""
     prompt = [token for chunk in chunks for token in chunk.token_ids.tolist()]
     return find_runs(prompt, [store.chunk_index(TINY)])
 

@@ -21,7 +21,6 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import (
     InvalidOption,
     MissingExtra,
-    UnknownOption,
 )
 from tests.support.chroma_link import VECTOR, any_bytes_of, client_of, link_of
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -148,12 +147,6 @@ class TestOpenCollection:
         collection = open_collection(tmp_path, "town", create=True)
         assert collection._embedding_function is None
         assert not client_of(collection).get_settings().anonymized_telemetry
-
-    def test_unknown_collection_lists_the_known(self, tmp_path: Path) -> None:
-        open_collection(tmp_path, "town", create=True)
-        open_collection(tmp_path, "country", create=True)
-        with pytest.raises(UnknownOption, match="collection 'twon'; known: country, town"):
-            open_collection(tmp_path, "twon", create=False)
 
     def test_asking_creates_nothing(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidOption, match="no Chroma database; ingest"):

@@ -38,14 +38,6 @@ def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
     assert found.stdout.endswith("set()\n")
 
 
-def test_a_removed_command_says_what_takes_its_place() -> None:
-    adapt = error_of("adapt", "--model", "smollm2", "--data", "docs")
-    assert "'samkv adapt' was removed; ingest as usual" in adapt
-    assert "'samkv plan' was removed; docs/scale.md" in error_of("plan", "--chunks", "9")
-    assert "'samkv store warm' was removed; read the files" in error_of("store", "warm")
-    assert "'--seed' was removed; answers are greedy" in error_of("ask", "Why?", "--seed", "7")
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

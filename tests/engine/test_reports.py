@@ -9,7 +9,6 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -117,14 +116,6 @@ def test_all_of_the_context_is_exactly_one(n_layers: int) -> None:
     engine = Engine(Model(hf, byte_tokenizer(bos=True), "deep"), prefix_bytes=0)
     engine.cache_chunks(TEXTS)
     assert asked(engine, method="reuse").kept_ratio == 1
-
-
-def test_streaming_keeps_the_prompts_ends(engine: Engine) -> None:
-    """By hand: 4 sinks, and the last 56 entries of which the question has some."""
-    rule = type(EVICTIONS["streaming-llm"])(budget_tokens=60)
-    report = asked(engine, method="recompute", eviction=rule)
-    behind = report.prompt_tokens - (1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2]))
-    assert report.kept_ratio == pytest.approx((60 - 4 - behind) / report.context_tokens)
 
 
 @pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion", "recompute"])

@@ -57,7 +57,6 @@ def engine() -> Engine:
 
 
 def all_at_once(engine: Engine, prompts: list[str], **options: object) -> list[str]:
-    """Answers of as many threads."""
     with ThreadPoolExecutor(len(prompts)) as threads:
         asked = [threads.submit(engine.generate, each, **options) for each in prompts]
         return [each.result(PATIENCE_S).text for each in asked]
@@ -307,7 +306,6 @@ def test_who_comes_when_another_has_all_places_does_not_wait_for_whole_answers(
 
 
 def of(engine: Engine) -> tuple[int, int]:
-    """Answers that have begun, and those that wait."""
     load = engine.scheduler.load
     return load.running, load.waiting
 

@@ -94,23 +94,6 @@ class TestWhereOptionsBelong:
         with pytest.raises(InvalidOption, match="'builtin' and model_name='mine' are the same"):
             SamKVLLM(model="builtin", model_name="mine")
 
-    @pytest.mark.parametrize(
-        ("options", "where"),
-        [
-            (
-                {"temperature": 0.5},
-                "generate_kwargs={'temperature': ...}, or temperature to a call",
-            ),
-            ({"max_tokens": 5}, "give max_new_tokens"),
-            ({"generate_kwargs": {"method": "epic"}}, "give method to the LLM, or to a call"),
-            ({"generate_kwargs": {"max_new_tokens": 5}}, "give max_new_tokens to the LLM"),
-        ],
-    )
-    def test_the_error_says_it(self, engine: Engine, options: dict[str, Any], where: str) -> None:
-        with pytest.raises(UnknownOption) as raised:
-            SamKVLLM(engine=engine, **options)
-        assert where in str(raised.value)
-
     @pytest.mark.parametrize("kind", KINDS)
     def test_langchain_takes_the_llms_own_in_a_call(self, engine: Engine, kind: type) -> None:
         llm = kind(engine=engine, max_tokens=2)

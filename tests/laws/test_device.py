@@ -59,7 +59,6 @@ def engine(store: MemoryStore | None = None, *, n_layers: int = 4, **options: ob
 
 @cache
 def filled(*, n_layers: int = 4, store_bits: int = 4) -> Engine:
-    """An engine on the CPU with the chunks in its store."""
     made = engine(n_layers=n_layers, store_bits=store_bits)
     made.cache_chunks(CHUNKS)
     return made

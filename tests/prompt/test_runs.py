@@ -50,7 +50,6 @@ def entry(number: int, chunk: Sequence[int], namespace: str = "") -> Entry:
 
 
 def runs(found: Sequence[Occurrence]) -> list[tuple[int, int, int, int]]:
-    """(chunk, position, start, stop) of each."""
     return [
         (int(each.key, 16), run.position, run.start, run.stop)
         for each in found

@@ -25,7 +25,6 @@ def link_of(folder: Path, name: str = "town", *, namespace: str = "", size: int 
 
 
 def add_raw(link: ChromaLink, texts: dict[str, str | None], **metadata: Any) -> None:
-    """Records as another program writes them."""
     for id_, text in texts.items():
         link.collection.add(
             ids=[id_],

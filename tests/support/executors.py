@@ -6,7 +6,5 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Nobody(ThreadPoolExecutor):
-    """A default executor that nobody may use."""
-
     def submit(self, *given: object, **options: object) -> object:  # type: ignore[override]
         raise AssertionError("a thread of asyncio's default executor was asked for")

@@ -112,7 +112,6 @@ Make = Callable[[Setting], Ask]
 
 
 def lcel(setting: Setting, prompt: Runnable[Any, Any], llm: Runnable[Any, Any]) -> Runnable:
-    """The chain of every tutorial."""
     inputs = {"context": setting.retriever() | join, "question": RunnablePassthrough()}
     return inputs | prompt | llm | StrOutputParser()
 
@@ -214,7 +213,6 @@ def _retrieval_chain(setting: Setting) -> Ask:
 
 
 def _retrieval_qa(setting: Setting) -> Ask:
-    """With LangChain's own prompt."""
     chain = RetrievalQA.from_chain_type(
         setting.chat(), retriever=setting.retriever(), return_source_documents=True
     )

@@ -31,7 +31,6 @@ def title_of(body: str) -> str:
 
 
 def questions(number: int) -> list[Question]:
-    """So many of those that fit together."""
     return _questions()[:number]
 
 
@@ -147,7 +146,6 @@ class Outcome:
 
 
 def outcome(ask: Ask, question: str) -> Outcome:
-    """Ask and count."""
     with recorded() as made:
         asked = ask(question)
         calls = [call() for call in made]

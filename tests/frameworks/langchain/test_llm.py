@@ -32,7 +32,6 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import (
     HandleError,
     InvalidOption,
-    PromptTooLong,
     SamkvError,
     TimedOut,
 )
@@ -451,33 +450,6 @@ class TestBadInput:
         for call in calls:
             with pytest.raises(InvalidOption, match=message):
                 call()
-
-    @pytest.mark.parametrize(
-        ("prompt", "error"),
-        [
-            ("salt " * 5000, PromptTooLong),
-            ("{cut} and so on", HandleError),
-        ],
-        ids=["too-long", "cut-handle"],
-    )
-    def test_prompts(
-        self, chat: ChatSamKV, llm: SamKV, prompt: str, error: type[Exception]
-    ) -> None:
-        prompt = prompt.format(cut=issued(chat.engine, ASKED.text)[:20])
-
-        async def astream(model: Any) -> None:
-            async for _ in model.astream(prompt):
-                pass
-
-        for model in (chat, llm):
-            for call in (model.invoke, lambda text, model=model: next(model.stream(text))):
-                with pytest.raises(error):
-                    call(prompt)
-            with pytest.raises(error):
-                asyncio.run(model.ainvoke(prompt))
-            with pytest.raises(error):
-                asyncio.run(astream(model))
-        assert chat.last_report is None
 
     def test_an_empty_prompt(self, llm: SamKV) -> None:
         assert isinstance(llm.invoke(""), str)  # BOS alone
