@@ -218,9 +218,6 @@ def test_tensors_need_not_be_contiguous(chunk: ChunkCache) -> None:
     assert encoded(turned) == encoded(chunk)
 
 
-# -- damage --------------------------------------------------------------------------------------
-
-
 def test_every_flipped_byte_is_noticed(path: Path, chunk: ChunkCache) -> None:
     read_everything(path, chunk)
     data = path.read_bytes()
@@ -332,9 +329,6 @@ def test_a_region_is_sound_in_its_own_place_only(path: Path, chunk: ChunkCache) 
             read_block(stored, 1, 0)
             with pytest.raises(CacheMiss, match="corrupt"):
                 read_block(stored, 1, 1)
-
-
-# -- which bytes are read ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [1, 7, 100, 10_000])

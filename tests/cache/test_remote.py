@@ -142,9 +142,6 @@ def found(store: ChunkStore, chunks: list[Any]) -> list[Occurrence]:
     return find_runs(prompt, [store.chunk_index(TINY)])
 
 
-# -- two machines -------------------------------------------------------------------------------
-
-
 EVERYWHERE = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
 
 
@@ -384,9 +381,6 @@ def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path
     assert alone.contains(chunk.key, TINY)
     assert store.delete(chunk.key) == 1
     assert alone.delete(chunk.key) == 0
-
-
-# -- what is damaged, and what is gone ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "stranger"])

@@ -100,9 +100,6 @@ def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
             one.verify()
 
 
-# -- the folder ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "store"
@@ -299,9 +296,6 @@ def test_text_survives_the_loss_of_the_cache(store: ChunkStore, folder: Path) ->
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in files(folder)}
-
-
-# -- writing fails -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "mkdir"])
@@ -512,9 +506,6 @@ def test_a_store_that_was_made_anew_by_another_is_left_alone(
     assert reason(lambda: store.open(chunk_for(store, 1).key, TINY)) == "absent"
     assert anew.keys() == [theirs.key] == assert_sound(folder).keys()
     assert verify(anew).damaged == ()
-
-
-# -- many processes ------------------------------------------------------------------------------
 
 
 def assert_sound(folder: Path) -> ChunkStore:

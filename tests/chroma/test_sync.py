@@ -333,20 +333,6 @@ class TestRelease:
         assert (result.n_cached, result.n_hit) == (1, 1)
         assert link.engine.is_cached(TEXTS[0])
 
-    def test_mistakes(self, link: ChromaLink) -> None:
-        with pytest.raises(InvalidOption, match=r"ids=\[\] and where=.*name no record to delete"):
-            link.delete([], where={"source": "a.txt"})  # not: all that match
-        for ids, where in ((None, None), ([], None), ([], {})):
-            with pytest.raises(InvalidOption, match=r"name no record to delete.*use clear\(\)"):
-                link.delete(ids, where)
-        with pytest.raises(InvalidOption, match="'town' cannot be read"):
-            link.delete(where={"kind": {"$like": "x"}})
-        for grace_s in (-1, float("nan")):
-            with pytest.raises(InvalidOption, match=f"grace_s={grace_s}"):
-                link.sync(grace_s=grace_s)
-        with pytest.raises(InvalidOption, match="str is no Chroma collection"):
-            ChromaLink("town", link.engine)  # type: ignore[arg-type]
-
     def test_a_refused_record_leaves_a_cache_that_sync_prunes(self, link: ChromaLink) -> None:
         with pytest.raises(InvalidOption, match=r"stay cached until .* pruned by sync\): .*dict"):
             link.add(["a"], TEXTS[:1], [VECTOR], [{"nested": {}}])

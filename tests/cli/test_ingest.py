@@ -227,21 +227,6 @@ def test_a_namespace_of_its_own(town: Path) -> None:
 # -- on Ray, as far as it needs none ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--workers", "2"), "--workers 2 has no effect without --ray"),
-        (("--ray-address", "auto"), "give --ray too"),
-        (("--ray", "--device", "cuda"), "'cuda' for workers without a GPU"),
-    ],
-)
-def test_options_of_workers_that_say_nothing(
-    town: Path, options: tuple[str, ...], message: str
-) -> None:
-    assert message in error_of("ingest", str(town), *options)
-    assert not list(town.parent.rglob("*.safetensors"))
-
-
 def test_what_ray_writes_is_not_among_the_json(
     town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,8 +124,3 @@ def test_what_matches_is_a_sixth_of_the_context_at_most(
 ) -> None:
     layout = holding(layout_of(lengths, before=1), 5)
     assert tokens_of(layout, module.MOST_MATCHED, matched=96) == expected
-
-
-def test_small_contexts_are_computed_whole() -> None:
-    assert GuidedRecompute().whole_tokens == 128
-    assert GuidedRecompute(small_context=7).whole_tokens == 7

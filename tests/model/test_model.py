@@ -240,8 +240,3 @@ class TestSampling:
     def test_values_out_of_range(self, option: dict[str, Any], message: str) -> None:
         with pytest.raises(InvalidOption, match=message):
             Sampling(**option)
-
-
-def test_a_path_that_is_not_there_is_no_hub_id_alone(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="there is no folder of this name"):
-        load_model("models/nothere", model_kwargs={"local_files_only": True})

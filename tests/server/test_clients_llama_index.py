@@ -70,13 +70,6 @@ async def test_achat_and_astream_chat(llm: OpenAILike, expected: str) -> None:
     assert [answer async for answer in stream][-1].message.content == expected
 
 
-def test_complete_of_a_chat_model(llm: OpenAILike, expected: str) -> None:
-    """The prompt is a turn of the user's."""
-    answer = llm.complete(QUESTION)
-    assert answer.text == expected
-    check_reused(answer.raw)
-
-
 def test_complete(live: LiveServer) -> None:
     llm = llm_of(live, is_chat_model=False)
     answer = llm.complete(COMPLETION)

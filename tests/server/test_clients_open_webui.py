@@ -49,13 +49,6 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
-def test_it_finds_the_model(web_ui: httpx.Client) -> None:
-    """When a connection is verified, and whenever models are listed."""
-    (model,) = web_ui.get("/models").raise_for_status().json()["data"]
-    assert model["id"] == "builtin"
-    assert "name" not in model or model["name"]
-
-
 @pytest.mark.parametrize(
     "more",
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from tests.support.live_server import CHAT, KEY, MAX_TOKENS, QUESTION, LiveServer
 from tests.support.records import TEXTS
@@ -63,13 +63,6 @@ def test_a_stream(client: OpenAI, expected: str) -> None:
     assert events[-1].type == "response.completed"
     assert events[-1].response.output_text == expected
     check_reused(events[-1].response)
-
-
-async def test_asynchronous(live: LiveServer, expected: str) -> None:
-    async with AsyncOpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
-        stream = await client.responses.create(**ASK, stream=True)
-        events = [event async for event in stream]
-        assert events[-1].response.output_text == expected
 
 
 def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> None:

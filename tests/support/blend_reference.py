@@ -30,9 +30,6 @@ LAYERS = 4
 Entry = tuple[int, Tensor, Tensor]  # position, key (G, D) rotated, value (G, D)
 
 
-# --- requests ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Piece:
     """Tokens of a prompt: those ``rows`` of a chunk if it has a cache.
@@ -143,9 +140,6 @@ def case_of(
         layout=layout,
         fingerprint=made_by,
     )
-
-
-# --- the reference -----------------------------------------------------------------------------
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -284,9 +278,6 @@ def reference(
         out.queries.append(queries)
     out.logits = model.hf.lm_head(model.hf.model.norm(hidden[n_tokens - 1]))
     return out
-
-
-# --- comparison --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the guide says of agents, model names, retrievers that combine others, and JSON."""
+"""What the guide says of agents."""
 
 from __future__ import annotations
 

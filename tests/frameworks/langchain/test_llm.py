@@ -23,7 +23,6 @@ from langchain_core.messages import (
     RemoveMessage,
     SystemMessage,
     ToolMessage,
-    trim_messages,
 )
 from langchain_core.runnables import ConfigurableField
 
@@ -42,7 +41,7 @@ from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.model.model import Model
 from tests.support.asked import listen
 from tests.support.handles import issued
-from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.models import byte_tokenizer, hf_model
 from tests.support.records import (
     CHAT_TEMPLATE,
     COMPLETION_TEMPLATE,
@@ -255,13 +254,6 @@ class TestStrings:
                 model.batch(prompts)
             assert model.batch([]) == []
 
-    def test_any_model_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = tiny_model("llama")
-        monkeypatch.setattr(model.tokenizer, "chat_template", None)
-        assert isinstance(SamKV(engine=Engine(model), max_tokens=2).invoke("Hi"), str)
-        with pytest.raises(InvalidOption, match="'tiny-llama' has no chat template; use SamKV"):
-            ChatSamKV(engine=Engine(model))
-
 
 class TestArguments:
     def test_all_of_them_reach_the_engine(
@@ -464,12 +456,6 @@ class TestTokenCounts:
             assert model.get_num_tokens("") == 0
             assert model.get_token_ids("Hello you") == builtin().tokenize("Hello you", special=True)
             assert model.get_num_tokens(handle[:20]) == len(model.get_token_ids(handle[:20]))
-
-    def test_trimming(self, chat: ChatSamKV) -> None:
-        messages = [HumanMessage(TEXTS[0]), AIMessage("Well."), HumanMessage(TEXTS[1])]
-        room = chat.get_num_tokens(TEXTS[1]) + 10
-        kept = trim_messages(messages, max_tokens=room, token_counter=chat, start_on="human")
-        assert kept == messages[-1:]
 
 
 class TestTime:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
@@ -143,14 +142,6 @@ class TestPostprocessor:
         with pytest.raises(InvalidOption, match="another process"):
             pickle.loads(pickle.dumps(postprocessor)).postprocess_nodes(nodes)
 
-    def test_mistakes(self, corpus: Corpus) -> None:
-        with pytest.raises(InvalidOption, match="on_miss='skip'; allowed: text, compute, error"):
-            SamKVPostprocessor(engine=corpus.engine, on_miss="skip")
-        with pytest.raises(InvalidOption, match="give either llm"):
-            SamKVPostprocessor()
-        with pytest.raises(InvalidOption, match="MockLLM has no engine; give an LLM of"):
-            SamKVPostprocessor(llm=MockLLM())
-
 
 class TestCacheTransform:
     def test_leaves_nodes_as_they_are(self, corpus: Corpus) -> None:
@@ -202,22 +193,6 @@ class TestCacheTransform:
         transform([TextNode(text=ASKED.text)])
         store = ChunkStore(folder, namespace="town")
         assert Engine(model, store, store_bits=8).is_cached(ASKED.text)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"kv_dir": "kv"}, "model_name and kv_dir"),
-            ({"model_name": "builtin"}, "without kv_dir"),
-            ({"model_name": "builtin", "engine": None}, "leave the other arguments out"),
-            ({"namespace": "town", "engine": None}, "leave the other arguments out"),
-        ],
-    )
-    def test_arguments_that_do_not_say_what_caches(
-        self, corpus: Corpus, arguments: dict[str, Any], message: str
-    ) -> None:
-        given = {"engine": corpus.engine} if "engine" in arguments else {}
-        with pytest.raises(InvalidOption, match=message):
-            SamKVCacheTransform(**arguments | given)
 
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
