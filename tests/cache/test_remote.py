@@ -60,17 +60,21 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str
     return f"s3://caches/{name}", request.getfixturevalue("s3")
 
 
-@pytest.fixture
-def machine(place: tuple[str, dict[str, Any]], tmp_path: Path) -> Machine:
+def machines(folder: Path, **given: Any) -> Machine:
     """Makes stores as of different machines, in folders of their own."""
-    url, remote_options = place
     numbers = count()
 
     def make(**options: Any) -> ChunkStore:
-        given = {"remote": url, "remote_options": remote_options, "secret": SECRET}
-        return ChunkStore(tmp_path / f"machine{next(numbers)}", **{**given, **options})
+        path = folder / f"machine{next(numbers)}"
+        return ChunkStore(path, **{"secret": SECRET, **given, **options})
 
     return make
+
+
+@pytest.fixture
+def machine(place: tuple[str, dict[str, Any]], tmp_path: Path) -> Machine:
+    url, remote_options = place
+    return machines(tmp_path, remote=url, remote_options=remote_options)
 
 
 @pytest.fixture
@@ -81,13 +85,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def local(folder: Path, tmp_path: Path) -> Machine:
-    numbers = count()
-
-    def make(**options: Any) -> ChunkStore:
-        given = {"remote": f"file://{folder}", "secret": SECRET}
-        return ChunkStore(tmp_path / f"machine{next(numbers)}", **{**given, **options})
-
-    return make
+    return machines(tmp_path, remote=f"file://{folder}")
 
 
 class TestSharedStore(StoreContract):
