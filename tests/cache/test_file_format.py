@@ -292,6 +292,20 @@ def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version:
     assert reason_of(path, chunk) == "format"
 
 
+def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -> None:
+    assert (
+        reason_of(path, replace(chunk, fingerprint=replace(SMALL, weights="w1"))) == "fingerprint"
+    )
+    assert reason_of(path, replace(chunk, key="0" * 32)) == "tokens"
+
+
+def test_a_file_of_another_namespace_or_store(path: Path, chunk: ChunkCache) -> None:
+    """Even under the same key."""
+    for others in ({"namespace": "another"}, {"secret": bytes(32)}):
+        path.write_bytes(encoded(chunk, **others))
+        assert reason_of(path, chunk) == "corrupt"
+
+
 def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
     """Other entries with MACs that are right but for the secret, and those of the true file."""
     forged = replace(chunk, entries=chunk.entries ^ 1)
