@@ -72,9 +72,6 @@ def eventually(is_so: Callable[[], bool], engine: Engine) -> None:
     raise AssertionError("it never was")
 
 
-# -- the same answers ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_of_a_batch_are_those_of_one_by_one(family: str, steps: Steps) -> None:
     engine = engine_of(tiny_model(family))
@@ -151,9 +148,6 @@ def test_options_are_of_one_answer_each(engine: Engine) -> None:
     assert len(set(alone)) == 8
 
 
-# -- limits -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("max_batch", [1, 3])
 def test_no_more_answers_than_the_limit_are_decoded_together(max_batch: int, steps: Steps) -> None:
     engine = engine_of(tiny_model("llama"), Limits(max_batch=max_batch))
@@ -197,9 +191,6 @@ def test_too_many_that_wait(steps: Steps) -> None:
     eventually(lambda: engine.scheduler.load.running == engine.scheduler.load.waiting == 0, engine)
 
 
-# -- between steps ------------------------------------------------------------------------------
-
-
 def test_an_answer_begins_between_the_steps_of_others(engine: Engine, steps: Steps) -> None:
     steps.hold()
     first = engine.stream(PROMPTS[0], max_new_tokens=20)
@@ -235,9 +226,6 @@ def test_work_and_answers_take_turns(engine: Engine) -> None:
             is_answered.set()
         ingesting.result(PATIENCE_S)
     assert order
-
-
-# -- owners -------------------------------------------------------------------------------------
 
 
 def as_owner(owner: str, threads: ThreadPoolExecutor, *call: Any, **options: Any) -> Future[Any]:
@@ -326,9 +314,6 @@ def test_an_owner_who_is_refused_refuses_nobody_else(steps: Steps) -> None:
         first.result(PATIENCE_S).close()
         steps.release()
         assert all(each.result(PATIENCE_S).text for each in waiting)
-
-
-# -- readers ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -491,9 +476,6 @@ def test_a_dropped_stream_frees_its_cache(talking: Engine, steps: Steps) -> None
     assert talking.scheduler.load.running == 0
 
 
-# -- failures -----------------------------------------------------------------------------------
-
-
 def test_a_failure_of_one_is_of_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPTS[1], max_new_tokens=8).text
     sample = Sampler.next_if_sure
@@ -526,9 +508,6 @@ def test_a_failed_step_ends_its_answers_alone(engine: Engine, steps: Steps) -> N
     assert engine.generate(PROMPTS[0], max_new_tokens=8).text
 
 
-# -- tasks --------------------------------------------------------------------------------------
-
-
 def test_a_stream_for_tasks(talking: Engine) -> None:
     async def ask() -> tuple[str, AnswerStream]:
         async with await talking.astream(ENDLESS, max_new_tokens=30) as stream:
@@ -555,9 +534,6 @@ def test_the_loop_runs_while_answers_are_computed(engine: Engine, steps: Steps) 
         return (await answer).text
 
     assert asyncio.run(ask())
-
-
-# -- its thread ---------------------------------------------------------------------------------
 
 
 def model_threads() -> list[threading.Thread]:

@@ -79,9 +79,6 @@ def decoder_of(engine: Engine, first: FirstToken) -> Decoder:
     return Decoder(engine.model, first.cache, first.layout.n_tokens)
 
 
-# -- what is kept -------------------------------------------------------------------------------
-
-
 @dataclass
 class Case:
     """Random entries of one layer: the prompt's, of which some were computed, and the answer's."""
@@ -213,9 +210,6 @@ def test_attention_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.cat(tiles, dim=2), whole)
 
 
-# -- budgets ------------------------------------------------------------------------------------
-
-
 def test_a_share_is_one_of_the_logical_prompt_and_never_too_small() -> None:
     assert H2O(budget_ratio=0.25).budget(1000) == 250
     assert SnapKV(budget_ratio=0.2, window=32).budget(100) == 33
@@ -234,9 +228,6 @@ def test_the_pyramid_falls_in_equal_steps_around_its_budget() -> None:
     assert (budgets[0], budgets[-1]) == (178, 22)
     assert {rule.layer_budget(190, layer, 20) for layer in range(20)} == {132}
     assert rule.layer_budget(4000, 0, 1) == 132
-
-
-# -- answers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -492,9 +483,6 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
     assert answer.report.decode_kv_bytes == expected.report.decode_kv_bytes
 
 
-# -- mistakes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -542,9 +530,6 @@ def test_slots_of_another_shape_are_an_error(engines: Callable[[str], Engine]) -
 
     with pytest.raises(InvalidOption, match=r"slots of shape \(9,\); it must be \(9, 2\)"):
         asked(engines("llama"), "reuse", Mine(budget_tokens=9))
-
-
-# -- anything -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)

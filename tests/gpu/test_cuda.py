@@ -29,6 +29,7 @@ from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.model import Model
+from tests.support.laws import changed
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
 
 pytestmark = [
@@ -144,11 +145,6 @@ class Law:
     def __str__(self) -> str:
         method, name = self.method, self.rule if isinstance(self.rule, str) else self.rule.name
         return f"{method.name} {method.recompute} {method.select} {name} is {self.equals}"
-
-
-def changed(name: str, **options: float) -> Method:
-    method = METHODS[name]
-    return replace(method, recompute=replace(method.recompute, **options))
 
 
 ALL_FIRST = GuidedRecompute(first=10**6, small_context=0)

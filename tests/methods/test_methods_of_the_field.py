@@ -64,9 +64,6 @@ def engine_of(family: str) -> Engine:
     return engine
 
 
-# --- what the model makes of a prompt ----------------------------------------------------------
-
-
 def projected(model: Model, layer: int, ids: Tensor) -> dict[str, Tensor]:
     """(T, heads, D) query, key (both before RoPE) and value of a layer, in transformers' own pass
     over ``ids``."""
@@ -114,9 +111,6 @@ def best(scores: dict[int, float], count: int) -> set[int]:
 PROMPTS = {"after a text": PROMPT, "exact first chunk": FROM_THE_START}
 
 
-# --- CacheBlend --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "layer", "prompt"), covering(FAMILIES, [1, 2], list(PROMPTS), times=2)
 )
@@ -144,9 +138,6 @@ def test_cacheblend_computes_where_values_deviate_most(
         sum(map(len, expected)) / n_layers / layout.n_context
     )
     assert query.report.kept_ratio == 1.0
-
-
-# --- A3 ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,9 +174,6 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
     )
 
 
-# --- EPIC --------------------------------------------------------------------------------------
-
-
 def test_epic_by_hand() -> None:
     """The first chunk is exact here; of the second, six tokens long, ends may meet."""
     layout = layout_of((5, 6, 20))
@@ -217,9 +205,6 @@ def test_epic_reports_what_it_computes(prompt: str) -> None:
         assert report.kept_ratio == 1.0 and report.probe_s == 0.0
 
 
-# --- InfLLM for many contexts ------------------------------------------------------------------
-
-
 def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     """Half of 40 tokens is five blocks of four, three of them anchors."""
     layout = layout_of((40, 40, 40))
@@ -232,9 +217,6 @@ def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
     assert sets(keep) == [anchors | {3, 6, 14, 17, 22, 24}]
     assert torch.equal(select.probe_blocks(layout), layout.is_anchor)
-
-
-# --- APE ---------------------------------------------------------------------------------------
 
 
 def test_ape_merges_two_softmaxes() -> None:
@@ -273,9 +255,6 @@ def test_ape_reads_its_shared_prefix_once() -> None:
         place, at = int(layout.context_positions[token]), int(layout.prefilled_positions[token])
         expected = turned(keys[2, token], at, engine.model)
         torch.testing.assert_close(query.cache.keys[2][place], expected, rtol=1e-4, atol=1e-4)
-
-
-# --- the table ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,8 +310,6 @@ def test_a_choice_without_layers_is_an_error() -> None:
         with pytest.raises(InvalidOption, match=rf"'flat': its {part} .*shape .*; it must be \("):
             first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
 
-
-# --- anything ----------------------------------------------------------------------------------
 
 share = st.floats(0, 1)
 letters = st.text("abcdefgh \n.é", min_size=1, max_size=60)
