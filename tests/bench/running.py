@@ -13,17 +13,6 @@ def run(name: str, *arguments: str | Path) -> Result:
 
 
 def ran(name: str, *arguments: str | Path) -> str:
-    """Standard output of a benchmark that must succeed."""
     result = run(name, *arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
-
-
-def error_of(name: str, *arguments: str | Path) -> str:
-    """The one line that a wrong call prints."""
-    result = run(name, *arguments)
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("benchmarks: ")
-    return line

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.journal import ROWS, RUN, Journal
+from benchmarks.journal import ROWS, Journal
 from samkv_integrations.errors import InvalidOption
 
 ROOT = Path(__file__).parents[2]
@@ -57,28 +57,3 @@ def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
         journal.add({"id": "q", "label": "reuse"})
     with Journal(tmp_path, {"model": "a"}) as journal:
         assert list(journal.rows) == [("q", "reuse")]
-
-
-def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    row = {"id": "q", "label": "reuse"}
-    with Journal(folder, {"model": "a", "chat": False}) as journal:
-        journal.add(row)
-    with Journal(folder, {"model": "a", "chat": False}) as journal:
-        assert journal.rows == {("q", "reuse"): row}
-    with pytest.raises(InvalidOption, match="another chat, model; .*--output.*--fresh"):
-        Journal(folder, {"model": "b", "chat": True})
-    with Journal(folder, {"model": "b", "chat": True}, fresh=True) as journal:
-        assert not journal.rows
-    (folder / ROWS).write_text('{"id": "q"}\n')
-    with pytest.raises(InvalidOption, match="rows.jsonl, line 1 is broken.*--fresh starts over"):
-        Journal(folder, {"model": "b", "chat": True})
-    (folder / RUN).write_text("{")
-    with pytest.raises(InvalidOption, match="run.json is broken"):
-        Journal(folder, {"model": "b", "chat": True})
-    (folder / RUN).unlink()
-    with pytest.raises(InvalidOption, match="has rows.jsonl but no run.json"):
-        Journal(folder, {"model": "b", "chat": True})
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidOption, match="cannot be written"):
-        Journal(tmp_path / "file", {})

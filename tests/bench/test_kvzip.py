@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import torch
 
@@ -12,8 +11,6 @@ from benchmarks.kvzip import Cache, answers, compute, importance
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.evaluation import is_right
 from samkv_integrations.model.loading import load_model
-from tests.bench.running import ran
-from tests.bench.test_right_answers import questions
 from tests.support.models import tiny_model
 
 
@@ -62,15 +59,3 @@ def test_all_entries_are_full_prefill() -> None:
         right = is_right(text, question.answers)
         assert whole.startswith(text) if right else text.strip() == whole.strip()
         assert few != text or right
-
-
-def test_a_run_goes_on_and_counts_every_question(tmp_path: Path) -> None:
-    asked = [
-        "--model", "builtin", "--dtype", "float32", "--questions", f"{questions(tmp_path)}@3",
-        "--output", tmp_path / "run",
-    ]  # fmt: skip
-    shown = ran("kvzip", *asked)
-    assert "| kvzip 1 |" in shown and "| kvzip 0.3 |" in shown and " of 3 |" in shown
-    rows = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
-    assert len(rows) == 9
-    assert ran("kvzip", *asked) == shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,8 @@ import torch
 from benchmarks import latency, shapes
 from benchmarks.latency import LatencyConfig
 from samkv_integrations import METHODS
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import Answer
-from samkv_integrations.errors import PromptTooLong
-from tests.bench.running import error_of, run
+from tests.bench.running import run
 
 TINY = {
     "model_type": "llama",
@@ -59,9 +55,6 @@ def tiny(**changes: Any) -> LatencyConfig:  # noqa: ANN401
     return LatencyConfig(**{**fields, **changes})
 
 
-# -- what is measured ---------------------------------------------------------------------------
-
-
 def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
     config = tiny(
         text_tokens=(20,), cached_shares=(1.0, 0.5),
@@ -96,64 +89,6 @@ def test_every_cell_question_and_method_has_a_row_with_all_columns() -> None:
             assert row["arithmetic_floor_s"] == pytest.approx(row["ttft_s"] * share)
 
 
-def test_methods_take_turns_after_a_round_that_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    answer = Engine.generate
-
-    def noted(self: Engine, *arguments: Any, **options: Any) -> Answer:  # noqa: ANN401
-        asked.append(options["method"].name)
-        return answer(self, *arguments, **options)
-
-    monkeypatch.setattr(Engine, "generate", noted)
-    list(latency.run(tiny(repeats=2, memory=True), METHODS_HERE))
-    assert asked == [*NAMES] * (1 + 2 + 1)
-
-
-# -- the page cache -----------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this platform drops no files")
-def test_a_cold_question_finds_every_file_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    opened: dict[int, str] = {}
-    answer, fsync, advise, open_ = Engine.generate, os.fsync, os.posix_fadvise, os.open
-
-    def opens(path: Any, *arguments: Any, **options: Any) -> int:  # noqa: ANN401
-        descriptor = open_(path, *arguments, **options)
-        opened[descriptor] = str(path)
-        return descriptor
-
-    def syncs(descriptor: int) -> None:
-        fsync(descriptor)
-        events.append(f"sync {opened.get(descriptor)}")
-
-    def advises(descriptor: int, offset: int, length: int, advice: int) -> None:
-        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)  # 0: to the end
-        advise(descriptor, offset, length, advice)
-        events.append(f"drop {opened[descriptor]}")
-
-    def asks(self: Engine, *arguments: Any, **options: Any) -> Answer:  # noqa: ANN401
-        events.append("ask")
-        return answer(self, *arguments, **options)
-
-    config = tiny(n_chunks=(2,), page_caches=("cold",), repeats=2, memory=True)
-    monkeypatch.setattr(os, "open", opens)
-    monkeypatch.setattr(os, "fsync", syncs)
-    monkeypatch.setattr(os, "posix_fadvise", advises)
-    monkeypatch.setattr(Engine, "generate", asks)
-    list(latency.run(config, METHODS_HERE))
-    asked = [at for at, event in enumerate(events) if event == "ask"]
-    assert len(asked) == len(NAMES) * (1 + 2 + 1)
-    for at in asked:
-        first, second, third, fourth = events[at - 4 : at]
-        assert first.endswith(".safetensors") and third.endswith(".safetensors")
-        assert first != third
-        assert [second, fourth] == [first.replace("sync", "drop"), third.replace("sync", "drop")]
-
-
-# -- ingest -------------------------------------------------------------------------------------
-
-
 def test_ingest_is_a_command(tmp_path: Path) -> None:
     command = ["ingest", "--shape", "tiny", "--layers", "1", "--chunks", "2",
                "--chunk-tokens", "20", "--repeats", "1", "--dir", str(tmp_path)]  # fmt: skip
@@ -162,35 +97,3 @@ def test_ingest_is_a_command(tmp_path: Path) -> None:
     assert done.stdout.startswith("| n chunks | chunk tokens | n tokens | tokens per s |")
     assert "\n2 chunks of 20: " in done.stdout
     assert not list(tmp_path.iterdir())
-
-
-# -- mistakes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--shape", "huge"), "unknown shape 'huge'; known: builtin, llama-3.1-8b, llama-3.2-1b, "),
-        (("--layers", "25"), "layers=25; shape 'qwen2.5-0.5b' takes 1 to 24"),
-        (("--shape", "builtin", "--layers", "2"), "layers=2 with shape='builtin'"),
-        (("--chunks", "4,0"), "chunks=0; it must be at least 1"),
-        (("--chunks", "x"), "--chunks 'x'; give whole numbers, as in 4,8"),
-        (("--cached", "1.0,2.0"), "cached=2; a share must be between 0 and 1"),
-        (("--page-cache", "hot"), "page_cache='hot'; allowed: warm, cold, both"),
-        (("--methods", "magic"), "unknown method 'magic'"),
-        (("--dir", "nowhere"), "folder nowhere is not there, or not writable; make it first"),
-    ],
-)
-def test_a_wrong_option_is_named(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(shapes.SHAPES, "tiny")  # type: ignore[arg-type]
-    assert message in error_of("latency", *arguments)
-
-
-def test_a_grid_that_the_built_in_model_cannot_take_is_refused_at_once() -> None:
-    line = error_of("latency", "--shape", "builtin", "--chunks", "1,40", "--chunk-tokens", "128")
-    assert "chunks=40 of chunk_tokens=128 make a prompt of about" in line
-    assert "give fewer or shorter chunks, or another shape" in line
-    with pytest.raises(PromptTooLong):
-        next(latency.run(LatencyConfig(shape="builtin", n_chunks=(40,)), METHODS_HERE))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.load import Block, Pace, Record
-from benchmarks.load_summary import percentile, ratio_interval, rows_of
+from benchmarks.load_summary import ratio_interval, rows_of
 
 EIGHT = Pace(concurrency=8)
 
@@ -24,15 +24,6 @@ def block(label: str, *records: Record, pace: Pace = EIGHT, round: int = 0) -> B
 
 def failed(index: int, kind: str, message: str = "") -> Record:
     return record(index, None, error=kind, message=message, completion_tokens=2)
-
-
-def test_percentiles_lie_between_the_nearest_two() -> None:
-    values = [4.0, 1.0, 2.0, 3.0]
-    assert percentile(values, 50) == 2.5
-    assert percentile(values, 90) == pytest.approx(3.7)  # at 0.9 * 3 = 2.7 of the sorted places
-    assert percentile(values, 99) == pytest.approx(3.97)
-    assert percentile([5.0], 99) == 5.0
-    assert percentile([], 50) is None
 
 
 def test_a_ratio_is_resampled_in_pairs() -> None:

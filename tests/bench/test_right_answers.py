@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.question_sets import PACKAGES, questions_of
 from benchmarks.right_table import FULL, rows_of, summarise
-from samkv_integrations.errors import InvalidOption
-from tests.bench.running import error_of, ran
+from tests.bench.running import ran
 
 CONTEXTS = [
     {"title": "Pavel Flalvek", "text": "Pavel Flalvek was born in Nombury."},
@@ -70,39 +69,6 @@ def test_a_run_goes_on_with_the_rows_that_are_there(tmp_path: Path) -> None:
     before = file.read_text()
     ran("right_answers", *asked(tmp_path, methods="reuse"))  # nothing is left to do
     assert file.read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ([{"id": "a", "question": "Who?"}], "line 1: the field 'answers' is missing"),
-        ([{"id": "a", "question": "Who?", "answers": []}], "line 1: answers is []"),
-        ([{"package": "attrs", "id": "a", "question": "Who?"}], "line 1: no answers; give one"),
-        (
-            [{"package": "no-such-package-x", "id": "a", "question": "?", "answers": ["b"]}],
-            "'no-such-package-x', which is not installed",
-        ),
-    ],
-)
-def test_questions_that_cannot_be_judged(
-    tmp_path: Path, rows: list[dict[str, Any]], said: str
-) -> None:
-    with pytest.raises(InvalidOption) as error:
-        questions_of([str(questions(tmp_path, rows))])
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--half", "left"), "half='left'; allowed: choose, report, all"),
-        (("--methods", "nobody"), "unknown method 'nobody'"),
-        (("--methods", "epic frist=3"), "epic has no 'frist'"),
-        (("--questions", "absent.jsonl"), "there is no file 'absent.jsonl'"),
-    ],
-)
-def test_bad_options(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
-    assert said in error_of("right_answers", *asked(tmp_path, *options))
 
 
 @pytest.mark.slow  # splits the descriptions of a few dozen packages into chunks

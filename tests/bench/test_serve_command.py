@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.serve import serving
 from samkv_integrations.cli.serve import KEYS_VARIABLE
-from tests.bench.running import error_of, ran
+from tests.bench.running import ran
 from tests.support.openai_endpoint import Endpoint, Reply, openai_endpoint
 
 COMMAND = ("serve",)
@@ -29,9 +29,6 @@ def server() -> Iterator[Endpoint]:
         )
     ) as endpoint:
         yield endpoint
-
-
-# -- a server that runs -------------------------------------------------------------------------
 
 
 def test_methods_stand_side_by_side_and_json_is_one_object(server: Endpoint) -> None:
@@ -53,34 +50,6 @@ def test_methods_stand_side_by_side_and_json_is_one_object(server: Endpoint) -> 
     assert len(prompts) == 2 * (4 + 1) == len(set(prompts))
     assert all(any(text in prompt for text in cached) for prompt in prompts)
 
-
-# -- options ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--methods", "atuo"), "did you mean 'auto'?"),
-        (("--concurrency", "2", "--rate", "1"), "give one of them"),
-        (("--concurrency", "0"), "concurrency=0; it must be at least 1"),
-        (("--requests", "8"), "only busy with 16 requests or more"),
-        (("--url", "localhost"), "give one such as http://127.0.0.1:8000/v1"),
-        (("--url", "http://a/v1", "--shape", "builtin"), "runs already; leave it out"),
-        (("--url", "http://a/v1", "--dtype", "float32"), "dtype=float32, but url="),
-        (("--model", "builtin", "--shape", "builtin"), "give one of them"),
-        (("--chunks", "4"), "random words come with a shape"),
-        (("--questions", "nothing.jsonl"), "unknown questions 'nothing.jsonl'"),
-        (("--dir", "nowhere"), "is not there, or not writable"),
-    ],
-)
-def test_mistakes_are_named_before_anything_starts(
-    options: tuple[str, ...], message: str, working_folder: Path
-) -> None:
-    assert message in error_of(*COMMAND, *options)
-    assert not list(working_folder.iterdir())
-
-
-# -- a server of its own ------------------------------------------------------------------------
 
 PRETEND = """
 import os, sys, time

@@ -33,20 +33,6 @@ def rows_of(folder: Path, module: str, *arguments: object) -> list[dict[str, Any
     return rows
 
 
-@pytest.mark.slow  # starts a process for each kill
-def test_a_store_survives_kills_at_random_instants(tmp_path: Path) -> None:
-    (row,) = rows_of(tmp_path, "store_kills", "--kills", 24, "--sync-kills", 0)
-    assert row["violations"] == 0 and row["kills"] >= 24 and row["chunks"] > 0
-
-
-# in every run writers are killed at every step, in tests/cache/test_store.py
-@pytest.mark.slow  # starts a process for each point
-def test_a_store_survives_kills_at_every_point(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "store_crash_points", "--only", "delete")
-    assert [row["violations"] for row in rows] == [0]
-    assert rows[0]["points"] > 20
-
-
 @pytest.mark.slow
 def test_a_store_survives_many_kills_and_sync_too(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "store_kills", "--kills", 300, "--sync-kills", 60, "--seed", 1)
@@ -76,9 +62,3 @@ def test_many_questions_leave_nothing_open(tmp_path: Path) -> None:
     assert len({row["store_files"] for row in rows[1:]}) == 1
     assert rows[-1]["memory_mb"] < 1.05 * rows[1]["memory_mb"]
     assert {row["found"] for row in rows} == {1.0}
-
-
-@pytest.mark.slow
-def test_the_cost_of_a_larger_store_is_measured(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, "store_size", "--chunks", "50,100")
-    assert {row["figure"] for row in rows} >= {"lookup_ms", "stats_ms", "find_ms", "put_ms"}

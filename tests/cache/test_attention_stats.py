@@ -33,9 +33,6 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- layer_statistics --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tile", [7, 64])
 def test_exact_power_laws_recover_their_exponent(tile: int) -> None:
     """One-hot keys let the query dictate the attention; the prefix token takes what is left."""
@@ -62,9 +59,6 @@ def test_attention_that_underflows_counts_as_the_floor() -> None:
     assert result.sustained[5] == 0
     assert result.alpha[5].abs() < 1e-5
     assert result.alpha[:22].isfinite().all()
-
-
-# --- chunk_statistics --------------------------------------------------------------------------
 
 
 def one_layer(alpha: list[float], sustained: list[float]) -> list[LayerStatistics]:
@@ -112,9 +106,6 @@ def test_a_token_read_by_all_later_ones_is_found_from_queries_and_keys() -> None
     assert result.block_min.tolist() == [96 // 8] * 3
 
 
-# --- stable layers -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("n_layers", "expected"), [(1, (0,)), (7, (6,)), (16, (14, 15)), (36, (32, 33, 34, 35))]
 )
@@ -139,9 +130,6 @@ def test_stable_layers_follow_their_rule(seed: int, n_layers: int, share: float)
     ]
     expected = chosen or range(n_layers - max(1, n_layers // 8), n_layers)
     assert stable_layers(n_layers, votes) == tuple(expected)
-
-
-# --- block_means ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

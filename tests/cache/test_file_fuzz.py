@@ -22,11 +22,11 @@ from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, chunk_key
 from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.errors import MISS_REASONS, CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
-from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.chunks import TINY, random_chunk
 
 WATCHED_S = 120  # for a hundred files; a hang is told, with where it hangs
 # As small as they get: 5 blocks, of which 1 and 2 are the middle and 4 is short.
-SMALL = tiny_fingerprint(n_heads=2, n_kv_heads=1, head_dim=4, block_size=2)
+SMALL = replace(TINY, n_heads=2, n_kv_heads=1, head_dim=4, block_size=2)
 
 
 def chunk_of(seed: int, namespace: str = NAMESPACE, weights: str = "w0") -> ChunkCache:
@@ -45,9 +45,6 @@ STRANGERS = (
     encoded(chunk_of(1, weights="w1")),
     encoded(CHUNK, secret=bytes(32)),
 )
-
-
-# -- mutations ----------------------------------------------------------------------------------
 
 
 def span(rng: random.Random) -> tuple[int, int]:
@@ -113,9 +110,6 @@ CONTENTS = (
 )  # fmt: skip
 
 
-# -- what is no file ----------------------------------------------------------------------------
-
-
 def full_folder(path: Path) -> None:
     path.mkdir()
     (path / "file").write_bytes(SOUND)
@@ -156,9 +150,6 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
     "unreadable": unreadable,
     "a terabyte": sparse,
 }
-
-
-# -- reading ------------------------------------------------------------------------------------
 
 
 def blocks_of(layer: int, blocks: list[int]) -> Callable[[ChunkFile], object]:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sqlite3
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -17,10 +17,9 @@ import pytest
 from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.prompt.layout import find_runs
-from tests.support.chunks import tiny_fingerprint
+from tests.support.chunks import TINY
 from tests.support.stores import Files
 
-TINY = tiny_fingerprint()
 DIGEST, SECRET = TINY.digest, b"s" * 32
 LONG = "The quick brown fox jumps over"
 
@@ -283,3 +282,35 @@ def test_an_error_whose_message_is_no_text_is_damage(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="try again"):
         made(tmp_path, entry(1)).keys("", None)
     assert made(tmp_path, entry(1)).keys("", None) == keys_of(entry(1))
+
+
+def test_who_needs_no_note_does_not_wait_long_for_who_is_stopped(
+    tmp_path: Path, index: Index
+) -> None:
+    """A process that is stopped (SIGSTOP) keeps its locks, for as long as it likes."""
+    put(index, entry(1))
+    (file,) = tmp_path.glob("index-*.sqlite")
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="locked"):
+            index.record("", DIGEST, keys_of(entry(1)))
+        assert index.keys("", None) == keys_of(entry(1))
+    index.record("", DIGEST, keys_of(entry(1)))
+    assert index.totals("")[0][4] == 1
+
+
+def test_a_file_that_was_deleted_before_it_was_kept_leaves_no_text(index: Index) -> None:
+    with pytest.raises(CacheMiss, match="absent"):
+        index.keep(entry(1))
+    assert index.keys("", None) == [] and index.texts("") == []
+
+
+def test_a_folder_with_an_index_that_can_only_be_read(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(index, entry(1))
+    index.close()
+    (file,) = tmp_path.glob("index-*.sqlite")
+    file.chmod(0o400)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert made(tmp_path).keys("", None) == keys_of(entry(1))

@@ -41,37 +41,6 @@ def value_scales(form: EntryFormat, entries: Tensor) -> Tensor:
     return entries[:, start : start + n_bytes].contiguous().view(torch.float16).float()
 
 
-# --- bytes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bits", "dtype", "n_kv_heads", "head_dim", "n_bytes"),
-    [
-        (4, torch.float32, 2, 8, 8 + 8 + 8),
-        (8, torch.float32, 2, 8, 16 + 16 + 8),
-        (16, torch.float32, 2, 8, 64 + 64),
-        (16, torch.bfloat16, 2, 8, 32 + 32),
-        (4, torch.bfloat16, 2, 64, 64 + 64 + 8),  # Qwen2.5-0.5B: 136 bytes instead of 512
-        (8, torch.bfloat16, 2, 64, 128 + 128 + 8),
-        (8, torch.float16, 3, 5, 15 + 15 + 12),
-        (4, torch.float16, 1, 2, 1 + 1 + 4),
-    ],
-)
-def test_bytes_of_an_entry(
-    bits: int, dtype: torch.dtype, n_kv_heads: int, head_dim: int, n_bytes: int
-) -> None:
-    form = of(bits, dtype, n_kv_heads, head_dim)
-    assert form.n_bytes == n_bytes
-    assert form.is_quantised == (bits < 16)
-    keys = normal(0, 3, n_kv_heads, head_dim).to(dtype)
-    entries, key_range = form.encode(keys, keys)
-    assert entries.shape == (3, n_bytes)
-    assert key_range.shape == form.range_shape(3) == (bits < 16, 2, n_kv_heads, head_dim)
-    assert form.range_shape(64) == form.range_shape(1) == key_range.shape
-    assert form.range_shape(65) == (2 * (bits < 16), 2, n_kv_heads, head_dim)
-    assert key_range.dtype == torch.float16
-
-
 def test_an_entry_written_by_hand() -> None:
     """Eight channels of one head: keys whose transform is told by its codes, and values too."""
     form = of(4, n_kv_heads=1, head_dim=8)
@@ -106,9 +75,6 @@ def test_16_bits_keep_every_bit(dtype: torch.dtype) -> None:
         raw = bytes(keys[t].reshape(-1).view(torch.uint8).tolist())
         raw += bytes(values[t].reshape(-1).view(torch.uint8).tolist())
         assert bytes(entries[t].tolist()) == raw
-
-
-# --- errors ------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=200)
@@ -155,9 +121,6 @@ def test_what_comes_back_is_within_half_a_step(
     assert (step <= span / levels * 1.001 + 2.0**-22).all()
 
 
-# --- groups ------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 10_000),
@@ -184,9 +147,6 @@ def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens:
     )
     torch.testing.assert_close(rotated, rotate(torch.cat(decoded), cos, sin))
     assert torch.equal(form.values(together), torch.cat([form.values(own) for own in alone]))
-
-
-# --- what is refused ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -23,7 +23,8 @@ from samkv_integrations.cache.store import Store
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.prompt.layout import Occurrence, find_runs
-from tests.contracts.store_contract import TINY, StoreContract, chunk_for, read_all, reason
+from tests.contracts.store_contract import StoreContract, chunk_for, read_all, reason
+from tests.support.chunks import TINY
 from tests.support.processes import wait_until
 from tests.support.s3_server import s3_server
 
@@ -59,17 +60,21 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str
     return f"s3://caches/{name}", request.getfixturevalue("s3")
 
 
-@pytest.fixture
-def machine(place: tuple[str, dict[str, Any]], tmp_path: Path) -> Machine:
+def machines(folder: Path, **given: Any) -> Machine:
     """Makes stores as of different machines, in folders of their own."""
-    url, remote_options = place
     numbers = count()
 
     def make(**options: Any) -> ChunkStore:
-        given = {"remote": url, "remote_options": remote_options, "secret": SECRET}
-        return ChunkStore(tmp_path / f"machine{next(numbers)}", **{**given, **options})
+        path = folder / f"machine{next(numbers)}"
+        return ChunkStore(path, **{"secret": SECRET, **given, **options})
 
     return make
+
+
+@pytest.fixture
+def machine(place: tuple[str, dict[str, Any]], tmp_path: Path) -> Machine:
+    url, remote_options = place
+    return machines(tmp_path, remote=url, remote_options=remote_options)
 
 
 @pytest.fixture
@@ -80,13 +85,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def local(folder: Path, tmp_path: Path) -> Machine:
-    numbers = count()
-
-    def make(**options: Any) -> ChunkStore:
-        given = {"remote": f"file://{folder}", "secret": SECRET}
-        return ChunkStore(tmp_path / f"machine{next(numbers)}", **{**given, **options})
-
-    return make
+    return machines(tmp_path, remote=f"file://{folder}")
 
 
 class TestSharedStore(StoreContract):
@@ -137,12 +136,8 @@ def fill(store: ChunkStore, n_chunks: int = 1, **options: Any) -> list[Any]:
 
 
 def found(store: ChunkStore, chunks: list[Any]) -> list[Occurrence]:
-    """The chunks that a prompt of all of them holds, as far as the store knows."""
     prompt = [token for chunk in chunks for token in chunk.token_ids.tolist()]
     return find_runs(prompt, [store.chunk_index(TINY)])
-
-
-# -- two machines -------------------------------------------------------------------------------
 
 
 EVERYWHERE = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
@@ -384,9 +379,6 @@ def test_what_is_shared_is_not_deleted_here_alone(local: Machine, tmp_path: Path
     assert alone.contains(chunk.key, TINY)
     assert store.delete(chunk.key) == 1
     assert alone.delete(chunk.key) == 0
-
-
-# -- what is damaged, and what is gone ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "stranger"])

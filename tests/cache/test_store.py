@@ -34,14 +34,13 @@ from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.engine.tuned import read_tuned
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from tests.contracts.store_contract import (
-    TINY,
     StoreContract,
     chunk_for,
     read,
     read_all,
     reason,
 )
-from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.chunks import TINY, random_chunk
 
 
 class TestMemoryStore(StoreContract):
@@ -63,7 +62,8 @@ class TestChunkStore(StoreContract):
 @given(data=st.data())
 def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
     """Any sizes, any blocks, any order, with repetitions."""
-    fingerprint = tiny_fingerprint(
+    fingerprint = replace(
+        TINY,
         dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
         n_layers=data.draw(st.integers(1, 3)),
         block_size=data.draw(st.integers(1, 7)),
@@ -98,9 +98,6 @@ def test_disk_gives_the_tensors_of_memory(data: st.DataObject) -> None:
             assert torch.equal(read_all(one), read_all(other))
             assert torch.equal(one.key_range(), other.key_range())
             one.verify()
-
-
-# -- the folder ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -299,9 +296,6 @@ def test_text_survives_the_loss_of_the_cache(store: ChunkStore, folder: Path) ->
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in files(folder)}
-
-
-# -- writing fails -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "mkdir"])
@@ -512,9 +506,6 @@ def test_a_store_that_was_made_anew_by_another_is_left_alone(
     assert reason(lambda: store.open(chunk_for(store, 1).key, TINY)) == "absent"
     assert anew.keys() == [theirs.key] == assert_sound(folder).keys()
     assert verify(anew).damaged == ()
-
-
-# -- many processes ------------------------------------------------------------------------------
 
 
 def assert_sound(folder: Path) -> ChunkStore:

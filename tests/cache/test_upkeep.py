@@ -66,15 +66,6 @@ class TestBudget:
         store.put(chunks[0])
         assert not store.is_evicted(chunks[0].key, TINY)
 
-    def test_it_holds_for_every_process_and_after_a_restart(
-        self, tmp_path: Path, folder: Path
-    ) -> None:
-        limit = 3 * size_of_one(tmp_path)
-        ChunkStore(folder, max_bytes=limit)
-        for seed in range(6):
-            put(ChunkStore(folder, namespace="a"), seed)
-        assert size_on_disk(folder) == limit
-
     def test_a_cache_that_goes_while_it_is_read_is_read_to_its_end(
         self, tmp_path: Path, folder: Path
     ) -> None:

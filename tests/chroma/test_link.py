@@ -13,18 +13,14 @@ from typing import Any
 import pytest
 from chromadb.errors import InternalError
 
-import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma.client import chroma_errors, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, Retrieved
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import (
-    EmptyInput,
-    InvalidChunk,
     InvalidOption,
     MissingExtra,
-    UnknownOption,
 )
 from tests.support.chroma_link import VECTOR, any_bytes_of, client_of, link_of
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -80,17 +76,6 @@ class TestAdd:
         assert (second.n_records, second.n_cached, second.n_hit) == (3, 1, 2)
         assert 0 < second.bytes_on_disk < first.bytes_on_disk
 
-    def test_again_computes_nothing(
-        self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        vectors = embedding.embed(TEXTS)
-        link.add(IDS, TEXTS, vectors)
-        before = records(link)
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
-        again = link.add(IDS, TEXTS, vectors)
-        assert (again.n_cached, again.n_hit, again.bytes_on_disk) == (0, len(TEXTS), 0)
-        assert records(link) == before
-
     def test_a_key_is_trusted_of_the_record_that_has_it_only(
         self, link: ChromaLink, embedding: HashingEmbedding
     ) -> None:
@@ -106,12 +91,6 @@ class TestAdd:
         )
         assert (result.n_cached, result.n_hit) == (2, 0)
         assert engine.is_cached(TEXTS[0])
-
-    def test_known_id_is_replaced(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        # Collection.add would silently keep the old text
-        assert link.add(["a"], TEXTS[:1], embedding.embed(TEXTS[:1])).n_released == 0
-        assert link.add(["a"], TEXTS[1:2], embedding.embed(TEXTS[1:2])).n_released == 1
-        assert records(link) == {"a": (TEXTS[1], {KEY_FIELD: link.engine.key_of(TEXTS[1])})}
 
     def test_no_more_records_at_once_than_chroma_takes(
         self, link: ChromaLink, embedding: HashingEmbedding, monkeypatch: pytest.MonkeyPatch
@@ -130,21 +109,6 @@ class TestAdd:
             zip(IDS, TEXTS, strict=True)
         )
 
-    def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        two = embedding.embed(TEXTS[:2])
-        with pytest.raises(InvalidOption, match="2 ids, 1 texts, 2 embeddings and 2 metadatas"):
-            link.add(["a", "b"], TEXTS[:1], two)
-        with pytest.raises(InvalidOption, match="'b' occurs twice"):
-            link.add(["a", "b", "b"], TEXTS[:3], embedding.embed(TEXTS[:3]))
-        with pytest.raises(InvalidChunk, match="no text"):
-            link.add(["a", "b"], [TEXTS[0], " "], two)
-        assert link.collection.count() == 0
-        with pytest.raises(InvalidOption, match="'town' refused the records.*dict"):
-            link.add(["a"], TEXTS[:1], two[:1], [{"nested": {}}])
-        link.add(["a"], TEXTS[:1], two[:1])
-        with pytest.raises(InvalidOption, match="dimension"):
-            link.add(["b"], TEXTS[1:2], [[1.0, 0.0]])
-
 
 class TestQuery:
     def test_nearest_first(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
@@ -158,18 +122,6 @@ class TestQuery:
             )
             distances = [hit.distance for hit in found]
             assert len(found) == 3 and distances == sorted(distances)
-
-    def test_mistakes(self, link: ChromaLink, embedding: HashingEmbedding) -> None:
-        vector = embedding.embed(["workers"])[0]
-        with pytest.raises(EmptyInput, match="'town' is empty; ingest"):
-            link.query(vector, 3)
-        link.add(IDS[:1], TEXTS[:1], embedding.embed(TEXTS[:1]))
-        with pytest.raises(InvalidOption, match="0 chunks to retrieve"):
-            link.query(vector, 0)
-        with pytest.raises(InvalidOption, match="'town' refused the query.*dimension"):
-            link.query([1.0], 3)
-        link.collection.add(ids=["bare"], embeddings=[vector])
-        assert [hit.id for hit in link.query(vector, 3)] == IDS[:1]
 
 
 def test_what_another_process_deletes_is_left_out(
@@ -197,25 +149,10 @@ class TestOpenCollection:
         assert collection._embedding_function is None
         assert not client_of(collection).get_settings().anonymized_telemetry
 
-    def test_unknown_collection_lists_the_known(self, tmp_path: Path) -> None:
-        open_collection(tmp_path, "town", create=True)
-        open_collection(tmp_path, "country", create=True)
-        with pytest.raises(UnknownOption, match="collection 'twon'; known: country, town"):
-            open_collection(tmp_path, "twon", create=False)
-
     def test_asking_creates_nothing(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidOption, match="no Chroma database; ingest"):
             open_collection(tmp_path / "chroma", "town", create=False)
         assert not list(tmp_path.iterdir())
-
-    def test_mistakes(self, tmp_path: Path) -> None:
-        with pytest.raises(InvalidOption, match="collection name 'a b'; give 3 to 512 letters"):
-            open_collection(tmp_path / "chroma", "a b", create=True)
-        (tmp_path / "file").write_text("not a folder")
-        with pytest.raises(InvalidOption, match="cannot open .*file"):
-            open_collection(tmp_path / "file", "town", create=True)
-        with pytest.raises(InvalidOption, match="no Chroma database; ingest .*, or allow access"):
-            open_collection(tmp_path / ("long" * 100), "town", create=False)
 
     @pytest.mark.parametrize("code", [8, 13, 778])
     def test_a_disk_that_takes_nothing_is_named_with_the_next_step(self, code: int) -> None:
@@ -262,10 +199,6 @@ def test_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, module, None)  # what import does if it is not installed
     with pytest.raises(MissingExtra, match=r"pip install '.\[chroma\]'"):
         use()
-
-
-def _not_called(*arguments: object) -> None:
-    raise AssertionError("nothing should have been computed")
 
 
 class TestNothingIsLeft:

@@ -207,20 +207,6 @@ class TestPrune:
         assert counts(link.sync()) == (0, 0, 0, 0, 1, 1)
         assert cached(link) == keys_of(link, TEXTS[0])
 
-    def test_add_makes_young_what_it_takes_for_cached(
-        self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        link.engine.cache_chunks(TEXTS[:1])
-        grow_old(link)
-        seen = []
-
-        def upsert(**given: Any) -> None:
-            seen.append(link.engine.store.age_s(*link.engine.store.keys(), link.engine.fingerprint))
-
-        monkeypatch.setattr(link.collection, "upsert", upsert)
-        link.add(["a"], TEXTS[:1], [VECTOR], [{KEY_FIELD: link.engine.key_of(TEXTS[0])}])
-        assert seen[0] < 1000
-
     def test_other_collections_keep_what_they_need(self, link: ChromaLink, tmp_path: Path) -> None:
         other = link_of(tmp_path, "country")
         add(link, {"a": TEXTS[0], "b": TEXTS[1], "c": TEXTS[2]})
@@ -346,20 +332,6 @@ class TestRelease:
         result = link.add(["a", "b"], TEXTS[:2], [VECTOR] * 2)
         assert (result.n_cached, result.n_hit) == (1, 1)
         assert link.engine.is_cached(TEXTS[0])
-
-    def test_mistakes(self, link: ChromaLink) -> None:
-        with pytest.raises(InvalidOption, match=r"ids=\[\] and where=.*name no record to delete"):
-            link.delete([], where={"source": "a.txt"})  # not: all that match
-        for ids, where in ((None, None), ([], None), ([], {})):
-            with pytest.raises(InvalidOption, match=r"name no record to delete.*use clear\(\)"):
-                link.delete(ids, where)
-        with pytest.raises(InvalidOption, match="'town' cannot be read"):
-            link.delete(where={"kind": {"$like": "x"}})
-        for grace_s in (-1, float("nan")):
-            with pytest.raises(InvalidOption, match=f"grace_s={grace_s}"):
-                link.sync(grace_s=grace_s)
-        with pytest.raises(InvalidOption, match="str is no Chroma collection"):
-            ChromaLink("town", link.engine)  # type: ignore[arg-type]
 
     def test_a_refused_record_leaves_a_cache_that_sync_prunes(self, link: ChromaLink) -> None:
         with pytest.raises(InvalidOption, match=r"stay cached until .* pruned by sync\): .*dict"):

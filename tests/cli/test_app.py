@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import formatting
-from tests.cli.running import error_of, ran, run
+from tests.cli.running import error_of, ran
 
 
 def test_version() -> None:
@@ -36,21 +36,6 @@ def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout.endswith("set()\n")
-
-
-def test_unknown_options_and_commands_are_typers_own() -> None:
-    for arguments in (("ask", "--fast"), ("answer",), ("store", "repair")):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert "Usage" in result.stderr and "Traceback" not in result.stderr
-
-
-def test_a_removed_command_says_what_takes_its_place() -> None:
-    adapt = error_of("adapt", "--model", "smollm2", "--data", "docs")
-    assert "'samkv adapt' was removed; ingest as usual" in adapt
-    assert "'samkv plan' was removed; docs/scale.md" in error_of("plan", "--chunks", "9")
-    assert "'samkv store warm' was removed; read the files" in error_of("store", "warm")
-    assert "'--seed' was removed; answers are greedy" in error_of("ask", "Why?", "--seed", "7")
 
 
 @pytest.mark.parametrize(

@@ -85,28 +85,12 @@ def test_a_file_that_a_windows_editor_wrote(tmp_path: Path) -> None:
     assert [one.question for one in read_questions(file)] == ["Who?"]
 
 
-def test_an_option_of_a_method_changes_it(town: Path) -> None:
-    ran("ingest", str(town))
-    ask = ("ask", RECORDS[0].question, "--method", "samkv-guided", "--set")
-    none, some = (
-        rows_of(*ask, f"recompute.matched={matched}", "--set", "recompute.first=0")[0]
-        for matched in (0, 96)
-    )
-    assert none["recompute_ratio"] == 0 < some["recompute_ratio"]
-
-
 def test_a_collection_that_is_unknown_or_empty(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
     asked = ("ask", "Who?", "--model", tiny)
     assert "'papers'; known: documents" in error_of(*asked, "--collection", "papers")
     open_collection(Path(".samkv/chroma").resolve(), "empty", create=True)
     assert "collection 'empty' is empty" in error_of(*asked, "--collection", "empty")
-
-
-def test_a_prompt_that_is_too_long_names_both_sizes(town: Path, tiny: str) -> None:
-    ran("ingest", str(town), "--model", tiny)
-    line = error_of("ask", "Who?", "--model", tiny, "--max-new-tokens", "2000")
-    assert "2000 new tokens exceed the context window of 2048" in line
 
 
 ACTING = "\x1b[31mred\x1b]0;title\x07 \x9b2J\u202eback \x08\r\x7f"

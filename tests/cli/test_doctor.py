@@ -13,7 +13,7 @@ from samkv_integrations.engine import doctor
 from samkv_integrations.engine.costs import name_of
 from samkv_integrations.engine.doctor import Check
 from samkv_integrations.model.loading import load_model
-from tests.cli.running import error_of, ran, rows_of, run
+from tests.cli.running import ran, rows_of, run
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,3 @@ def test_the_doctor_keeps_what_passes_cost_where_ask_looks(town: Path) -> None:
     torch.set_num_threads(2)
     ran("ingest", str(town), "--dir", "kept")
     assert ChunkStore(Path("kept/kv")).note(name_of(load_model("builtin"))) is not None
-
-
-def test_a_model_that_is_not_there(working_folder: Path) -> None:
-    missing = "/nowhere/at/all"  # no hub id: nothing is asked of the network
-    assert f"the folder {missing!r} does not exist" in error_of("doctor", "--model", missing)
-    (working_folder / "empty").mkdir()
-    assert "holds no config.json" in error_of("doctor", "--model", "empty")

@@ -227,21 +227,6 @@ def test_a_namespace_of_its_own(town: Path) -> None:
 # -- on Ray, as far as it needs none ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--workers", "2"), "--workers 2 has no effect without --ray"),
-        (("--ray-address", "auto"), "give --ray too"),
-        (("--ray", "--device", "cuda"), "'cuda' for workers without a GPU"),
-    ],
-)
-def test_options_of_workers_that_say_nothing(
-    town: Path, options: tuple[str, ...], message: str
-) -> None:
-    assert message in error_of("ingest", str(town), *options)
-    assert not list(town.parent.rglob("*.safetensors"))
-
-
 def test_what_ray_writes_is_not_among_the_json(
     town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,14 +246,6 @@ def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = error_of("ingest", str(town), "--ray")
     assert "pip install '.[ray]'" in line
     assert not Path(".samkv").exists()
-
-
-@pytest.mark.parametrize(
-    "server", ["127.0.0.1:8000", "http://127.0.0.1", "ftp://a:1", "http://a:b", "http://a:1/path"]
-)
-def test_a_chroma_server_is_an_address(town: Path, tiny: str, server: str) -> None:
-    line = error_of("ingest", str(town), "--model", tiny, "--chroma", server)
-    assert f"Chroma server {server!r}; give http://HOST:PORT" in line
 
 
 def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.running import error_of, ran, rows_of
+from tests.cli.running import ran, rows_of
 from tests.support.records import RECORDS
 
 QUESTION = RECORDS[0].question
@@ -55,12 +55,3 @@ def test_what_is_missing_is_said(ingested: Path) -> None:
     shown = ran("inspect", RECORDS[1].question, *HOW)
     assert "without a usable cache: 1 absent" in shown and "no cache" in shown
     assert "!computed for want of a cache!" in shown
-
-
-def test_wrong_options(ingested: Path) -> None:
-    assert "--layer 8; 'builtin' has 8" in error_of("inspect", QUESTION, "--layer", "8")
-    message = error_of("inspect", QUESTION, "--html", "nowhere/page.html", "--layer", "1")
-    assert "nowhere is not a folder" in message
-    assert "guided" in error_of("inspect", QUESTION, "--method", "guided")
-    assert "none" in error_of("inspect", QUESTION, "--collection", "none")
-    assert "empty" in error_of("inspect", " ")

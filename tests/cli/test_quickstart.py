@@ -11,7 +11,7 @@ import pytest
 
 from samkv_integrations.cli.quickstart import COMPARED
 from samkv_integrations.model import gguf_file
-from tests.cli.running import REPORT_FIELDS, error_of, ran, run
+from tests.cli.running import REPORT_FIELDS, ran, run
 from tests.support.records import RECORDS, TEXTS
 
 ON_BUILTIN = ("quickstart", "--model", "builtin", "--documents")
@@ -115,11 +115,3 @@ def test_quickstart_with_smollm2(working_folder: Path) -> None:
         "4 of 4",
     )
     assert "smollm2, 4 questions," in shown and "ingest FOLDER --model smollm2" in shown
-
-
-def test_quickstart_of_blank_documents(working_folder: Path) -> None:
-    folder = working_folder / "blank"
-    folder.mkdir()
-    (folder / "blank.txt").write_text(" \n")
-    (folder / "questions.jsonl").write_text('{"question": "Who?"}\n')
-    assert "no text in 1 document;" in error_of(*ON_BUILTIN, "blank")

@@ -68,13 +68,6 @@ def test_push_and_pull(town: Path, remote: str, tmp_path: Path) -> None:
     assert files_of("second/kv") == files_of(".samkv/kv")
 
 
-def test_push_of_nothing_known(town: Path, remote: str) -> None:
-    rows_of("ingest", str(town))
-    assert "--remote is missing" in error_of("store", "push")
-    assert "names no place" in error_of("store", "push", "--remote", "nowhere")
-    assert "does not exist" in error_of("store", "push", "--dir", "none", "--remote", remote)
-
-
 def test_shared_caches_are_not_forgotten_here_alone(town: Path, remote: str) -> None:
     rows_of("ingest", str(town), "--remote", remote)
     assert "give --remote" in error_of("store", "forget", "--text", RECORDS[0].text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,6 @@ def test_sync_of_a_namespace(town: Path, tiny: str) -> None:
     assert (store.stats().n_chunks, ChunkStore(store.path).stats().n_chunks) == (2, 6)
 
 
-def test_sync_says_what_is_wrong(town: Path, tiny: str, working_folder: Path) -> None:
-    sync = ("store", "sync", "--model", tiny)
-    ran("ingest", str(town), "--model", tiny)
-    assert "'papers'; known: documents" in error_of(*sync, "--collection", "papers")
-    assert "--grace -1.0" in error_of(*sync, "--grace", "-1")
-    assert "dtype is 'bfloat16' here" in error_of(*sync, "--dtype", "bfloat16")
-    empty = open_collection(working_folder / "hollow/chroma", "town", create=True)
-    empty._client.delete_collection("town")
-    assert "hollow/chroma holds no collection" in error_of(*sync, "--dir", "hollow")
-
-
 def test_a_store_of_another_model_or_dtype(town: Path, tiny: str, working_folder: Path) -> None:
     ran("ingest", str(town), "--model", tiny)
     other = working_folder / "other"
@@ -101,14 +89,6 @@ def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
     assert rows_of("store", "sync")[0]["n_cached"] == 0
 
 
-def test_a_store_of_a_newer_format_version(town: Path, tiny: str) -> None:
-    ran("ingest", str(town), "--model", tiny)
-    Path(".samkv/kv/store.json").write_text('{"format_version": 99}')
-    for command in (("ask", "Who?"), ("ingest", str(town))):
-        assert "format version 99" in error_of(*command, "--model", tiny)
-    assert "format version 99" in error_of("store", "stats")
-
-
 class TestForget:
     def test_documents_and_texts(self, town: Path, tiny: str) -> None:
         ran("ingest", str(town), "--model", tiny, "--chunk-size", "60")
@@ -126,25 +106,6 @@ class TestForget:
         assert "1 chunk deleted" in shown and "records of" in shown
         (after,) = rows_of("store", "stats")
         assert before["chunks"] - after["chunks"] == len(mine) + 1
-
-    def test_of_a_namespace(self, tiny: str) -> None:
-        for name in ("", "tenant"):
-            store = ChunkStore(".samkv/kv", namespace=name)
-            Engine(tiny_model(), store, block_size=8).cache_chunks(["A note of Tobias."])
-        asked = ("store", "forget", "--text", "A note of Tobias.")
-        assert rows_of(*asked, "--namespace", "nobody") == [{"n_chunks": 0}]
-        assert rows_of(*asked, "--namespace", "tenant") == [{"n_chunks": 1}]
-        (held,) = rows_of("store", "stats")
-        assert (held["chunks"], held["namespace"]) == (1, "")
-
-    def test_says_what_is_wrong(self, working_folder: Path) -> None:
-        assert "give --text" in error_of("store", "forget")
-        assert "give --text" in error_of("store", "forget", "--text", " ")
-        assert "does not exist" in error_of("store", "forget", "gone.txt")
-        assert "'samkv ingest' used" in error_of("store", "forget", "--text", "a")
-        assert not list(working_folder.iterdir())
-        os.mkfifo("pipe.txt")
-        assert "is no regular file" in error_of("store", "forget", "pipe.txt")
 
 
 @pytest.fixture
@@ -236,21 +197,3 @@ class TestBudget:
         (row,) = rows_of("store", "sync", "--model", tiny, "--dir", "other")
         assert row["n_evicted"] > 0 == row["n_cached"]
         assert "such as 20GB" in error_of("ingest", str(town), *args, "all")
-
-
-class TestMoving:
-    def test_another_folder_takes_over_what_was_cached(
-        self, filled: ChunkStore, town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("SAMKV_STORE_SECRET", filled.secret.hex())
-        place = ("--remote", Path("usb").absolute().as_uri())
-        assert rows_of("store", "push", *place)[0]["n_chunks"] == 6
-        there = ("--dir", "there")
-        (took,) = rows_of("store", "pull", *place, *there)
-        assert (took["n_chunks"], took["n_left"]) == (6, 0)
-        (row,) = rows_of("ingest", str(town), "--model", tiny, *there)
-        assert (row["n_cached"], row["n_hit"], row["bytes_on_disk"]) == (0, 6, 0)
-        assert rows_of("store", "pull", *place, *there)[0]["n_chunks"] == 0
-
-    def test_warm_was_removed(self) -> None:
-        assert "was removed; read the files: 'cat" in error_of("store", "warm", "--bytes", "4GB")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.cluster.serve import Replicas, reason_in, without_request_id
+from samkv_integrations.cluster.serve import Replicas, without_request_id
 from samkv_integrations.cluster.workers import WorkerPool
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits
@@ -92,22 +92,6 @@ def test_ray_takes_what_it_is_told() -> None:
     options = Replicas(pool=WorkerPool(), n_waiting=0, grace_s=0).deployment_options()
     made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
     assert made.max_ongoing_requests == options["max_ongoing_requests"]
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (
-            "Deploying failed.\n  File a.py\nsamkv_integrations.errors.StoreError: no: x\nRay",
-            "no: x",
-        ),
-        ("Deploying failed.\n  File a.py\nOSError: no disk\nSee the logs.", "OSError: no disk"),
-        ("Deploying failed.", "Deploying failed."),
-        ("", "Ray does not say"),
-    ],
-)
-def test_why_no_replica_begins(message: str, reason: str) -> None:
-    assert reason_in(message) == reason
 
 
 @pytest.mark.parametrize(

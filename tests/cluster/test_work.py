@@ -148,14 +148,6 @@ def test_what_cannot_be_sent_is_said_before_anything_begins(
         cache_on_ray(engine_in(tmp_path / "kv"), source, TEXTS, WorkerPool(**pool))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"n_workers": 0}, {"n_cpus": 0}, {"n_gpus": -1.0}, {"address": "ray://a:1"}]
-)
-def test_a_pool_has_something(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidOption, match=next(iter(wrong))):
-        WorkerPool(**wrong)
-
-
 def test_a_cluster_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,8 @@ from samkv_integrations.cache.files.chunk_file import FileLayout
 from samkv_integrations.cache.store import FingerprintStats, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
-from tests.support.chunks import random_chunk, tiny_fingerprint
+from tests.support.chunks import TINY, random_chunk
 
-TINY = tiny_fingerprint()
 # One token, shorter than a block, exactly the anchors, one more, many with a short last block.
 SIZES = (1, 3, 12, 13, 50)
 

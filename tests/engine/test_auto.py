@@ -129,9 +129,6 @@ def test_broken_costs_are_as_good_as_none(tmp_path: Path, text: str) -> None:
     assert again.costs == CostModel.assumed(again.model)
 
 
-# -- prefixes ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cached", [True, False])
 def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool) -> None:
     chunks = texts(3, 60)
@@ -212,9 +209,6 @@ def test_an_eviction_sees_what_it_wants_whatever_was_asked_before(eviction: str)
     report = warm.generate(prompt(chunks), chunks, eviction=eviction, max_new_tokens=1).report
     ran = "recompute" if eviction == "h2o" else "prefix"  # it wants the queries of all tokens
     assert (report.ran, report.eviction) == (ran, eviction)
-
-
-# -- missed chunks ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["samkv-guided", "reuse", "epic", "samkv-fusion"])

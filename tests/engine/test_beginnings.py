@@ -47,9 +47,6 @@ def beginnings(folder: Path) -> list[Fingerprint]:
     return [made_by for made_by in found if made_by.is_of_beginning]
 
 
-# -- exactness ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "method"),
     covering(
@@ -125,9 +122,6 @@ def test_off_nothing_is_made_or_read(tmp_path: Path) -> None:
     assert len(beginnings(tmp_path / "kv")) == 1
 
 
-# -- in memory ----------------------------------------------------------------------------------
-
-
 def test_memory_of_chunks_computed_with_the_prompt_serves_a_blended_answer(tmp_path: Path) -> None:
     engine = opened(tmp_path / "kv", exact_beginnings=False)
     engine.cache_chunks(CHUNKS[1:])
@@ -149,9 +143,6 @@ def test_memory_of_chunks_computed_with_the_prompt_serves_a_blended_answer(tmp_p
     assert (
         engine.generate(prompt_of(CHUNKS), CHUNKS[1:], max_new_tokens=1).report.prefix_tokens < 20
     )
-
-
-# -- never a wrong or leaked one ----------------------------------------------------------------
 
 
 def test_a_deletion_takes_all_beginnings_along(tmp_path: Path) -> None:
@@ -287,9 +278,6 @@ def test_killed_while_one_is_written(tmp_path: Path, when: str) -> None:
     left = [file for file in folder.rglob("*.safetensors")]
     assert len(left) == 1  # that of the other chunk: what was half known has gone, too
     assert not verify(ChunkStore(folder)).damaged
-
-
-# -- idle time ----------------------------------------------------------------------------------
 
 
 def test_an_answer_never_waits_for_it(tmp_path: Path) -> None:

@@ -132,9 +132,6 @@ def test_tokens_to_recompute_that_are_not_kept_are_ignored() -> None:
     assert_equal(done, reference(model, masked), masked)
 
 
-# --- probes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "ends_with_chunk"), [("llama", False), ("qwen3", True)])
 def test_a_probe_shows_the_queries_of_every_token_that_it_computed(
     family: str, ends_with_chunk: bool
@@ -150,9 +147,6 @@ def test_a_probe_shows_the_queries_of_every_token_that_it_computed(
     for layer, probed in enumerate(done.probed):
         own = [turned(expected.queries[layer][at], at, model) for at in rows]
         torch.testing.assert_close(probed.queries, torch.stack(own, dim=1), **CLOSE)
-
-
-# --- the reference itself ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama3-rope", "qwen3"])

@@ -1,4 +1,4 @@
-"""Caches of two prefixes are apart, and what is left of learned prefixes is named."""
+"""Caches of two prefixes are apart."""
 
 from __future__ import annotations
 
@@ -31,12 +31,6 @@ def test_caches_of_two_prefixes_are_apart(model: Model, tmp_path: Path) -> None:
     engines[0].cache_chunks(TEXTS)
     reused = [engine.generate(PROMPT, max_new_tokens=1).report.reused for engine in engines]
     assert reused == [2, 0, 0]
-
-
-@pytest.mark.parametrize("prefix", ["learned", "mine.safetensors", Path("mine")])
-def test_a_learned_prefix_was_removed(model: Model, prefix: object) -> None:
-    with pytest.raises(InvalidOption, match="were removed; give prefix='documents', and ingest"):
-        Engine(model, prefix=prefix)  # type: ignore[arg-type]
 
 
 def test_another_policy_is_named(model: Model) -> None:

@@ -28,9 +28,6 @@ def answer(engine: Engine, prompt: str = PROMPT, n: int = 3) -> Report:
     return engine.generate(prompt, max_new_tokens=n, method="reuse").report
 
 
-# -- which reports ------------------------------------------------------------------------------
-
-
 def test_reports_are_those_of_the_block_in_order(engine: Engine) -> None:
     answer(engine)
     with collect_reports() as reports:
@@ -83,9 +80,6 @@ def test_an_answer_that_fails_reports_how_far_it_came(engine: Engine, steps: Ste
     assert [report.completion_tokens for report in reports] == [1]
 
 
-# -- tasks and threads --------------------------------------------------------------------------
-
-
 def test_tasks_and_their_threads_take_part(engine: Engine) -> None:
     async def ask() -> list[Report]:
         return await asyncio.gather(
@@ -96,9 +90,6 @@ def test_tasks_and_their_threads_take_part(engine: Engine) -> None:
         expected = asyncio.run(ask())
     by_size = sorted(reports, key=lambda report: report.prompt_tokens)
     assert by_size == expected
-
-
-# -- the total ----------------------------------------------------------------------------------
 
 
 def test_the_total_adds_up_what_can_be_added_up(engine: Engine) -> None:

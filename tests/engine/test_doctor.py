@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.engine import doctor
 from samkv_integrations.engine import prefill as ingest
-from samkv_integrations.engine.costs import kept_costs, name_of
 from samkv_integrations.engine.doctor import CHUNKS, Check, examine
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.attention import attention
-from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -34,17 +29,6 @@ def examined(model: Model, last: str = "speed") -> dict[str, Check]:
         if check.name == last:
             break
     return checks
-
-
-@pytest.mark.slow  # the command examines it in every run, in tests/cli/test_doctor.py
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_built_in_model_passes(dtype: str) -> None:
-    checks = examined(load_model("builtin", dtype=dtype))
-    assert all(check.ok for check in checks.values()), checks
-    warned = {name for name, check in checks.items() if check.is_warning}
-    assert warned <= {"store_bits"}, checks  # 4 bits may change the likeliest token
-    advice = "take store_bits=8" if warned else "take 4, the default"
-    assert advice in checks["store_bits"].detail
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,13 +122,3 @@ def test_values_that_no_scale_holds_are_a_warning() -> None:
     detail = checks["store_bits"].detail
     assert detail.startswith("take store_bits=16")
     assert detail.count("give store_bits=16") == 2  # for 8 bits, and for 4
-
-
-def test_what_passes_cost_is_kept_where_it_is_told_to(tmp_path: Path) -> None:
-    model, store = tiny_model(), ChunkStore(tmp_path / "kv")
-    speed = next(check for check in examine(model, store) if check.name == "speed")
-    assert speed.detail.endswith(f"kept in {tmp_path / 'kv'}")
-    assert store.note(name_of(model)) is not None
-    assert Engine(model, ChunkStore(tmp_path / "kv")).costs == kept_costs(model, store)
-    assert store.stats().n_chunks == 0
-    assert examined(model)["speed"].detail.endswith("not kept: give --dir for that")

@@ -9,7 +9,6 @@ import torch
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.errors import (
-    FingerprintMismatch,
     HandleError,
     InvalidChunk,
     InvalidOption,
@@ -26,8 +25,6 @@ from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
 def engine(tmp_path: Path) -> Engine:
     return engine_on(tmp_path)
 
-
-# -- shapes of prompts ------------------------------------------------------------------------
 
 ODD_CHUNKS = {
     "one token, again and again": ["z" * 16],
@@ -59,14 +56,6 @@ def test_the_same_chunk_twice_in_a_prompt(engine: Engine, method: str) -> None:
     prompt = f"{TEXTS[0]}\n\n{TEXTS[1]}\n\n{TEXTS[0]}\n\nQ?"
     report = engine.generate(prompt, TEXTS[:2], method=method, max_new_tokens=3).report
     assert (report.found, report.chunk_misses) == (3, {})
-
-
-def test_words_of_a_chunk_never_act_as_special_tokens(engine: Engine) -> None:
-    assert len(engine.model.tokenize("<|end|>", special=True)) == 1
-    text = "before <|end|> after"
-    engine.cache_chunks([text])
-    with engine.store.open(engine.key_of(text), engine.fingerprint) as chunk:
-        assert not set(chunk.token_ids.tolist()) & engine.model.eos_ids
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
@@ -115,9 +104,6 @@ def test_bos_stands_once(engine: Engine) -> None:
         assert stream.report.prompt_tokens == 1 + body
 
 
-# -- block sizes and ingest --------------------------------------------------------------------
-
-
 def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) -> None:
     model = tiny_model("llama")
     first = Engine(model, ChunkStore(tmp_path))
@@ -154,9 +140,6 @@ def test_a_chunk_that_is_far_too_long_is_not_tokenised(monkeypatch: pytest.Monke
         engine.cache_chunks(["a" * 5000 * longest])
 
 
-# -- answers -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_reports_add_up(engine: Engine, method: str) -> None:
     asked = {"method": method, "eviction": "none", "max_new_tokens": 5}
@@ -185,39 +168,6 @@ def test_what_is_read_follows_the_method(engine: Engine) -> None:
     assert reports["multi-infllm"].bytes_read < full
     assert reports["samkv-fusion"].bytes_read < full
     assert reports["recompute"].bytes_read < full / 4  # headers and token ids
-
-
-def test_fewer_bits_are_fewer_bytes_read(engine: Engine) -> None:
-    read = []
-    for bits in (4, 8, 16):
-        other = Engine(engine.model, method="samkv-guided", store_bits=bits)
-        other.cache_chunks(TEXTS)
-        read.append(other.generate(PROMPT, TEXTS, max_new_tokens=1).report.bytes_read)
-    assert read[0] < 0.7 * read[1] and read[1] < 0.5 * read[2]  # 16 stands for float32 here
-
-
-@pytest.mark.parametrize("bits", [3, 0, 32, "4", 4.5, True])
-def test_bits_of_the_store_that_there_are_not_are_named(bits: object) -> None:
-    with pytest.raises(InvalidOption, match=f"store_bits={bits!r}; allowed: 4, 8, 16"):
-        Engine(tiny_model("llama"), store_bits=bits)
-
-
-def test_a_store_of_other_bits_is_named(engine: Engine) -> None:
-    other = Engine(engine.model, engine.store, block_size=8, store_bits=8)
-    with pytest.raises(FingerprintMismatch, match="store_bits is 8 here and 4 there; next step"):
-        engine.store.require(other.fingerprint)
-    report = other.generate(PROMPT, TEXTS, max_new_tokens=1).report
-    assert report.found == len(TEXTS) and report.chunk_misses == {"absent": len(TEXTS)}
-    assert report.reused == 0
-
-
-def test_a_device_that_is_not_there_is_named() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    with pytest.raises(InvalidOption, match="device 'cuda', but torch finds 0 CUDA devices here"):
-        Engine.from_pretrained("builtin", device="cuda")
-    with pytest.raises(InvalidOption, match="device_map': ...} holds 'cuda:77'"):
-        Engine.from_pretrained("builtin", model_kwargs={"device_map": {"": "cuda:77"}})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -329,19 +279,6 @@ def test_nothing_is_written_by_a_query(engine: Engine) -> None:
     for method in METHODS:
         engine.generate(PROMPT, TEXTS, method=method, max_new_tokens=2)
     assert state() == before
-
-
-def test_a_handle_means_something_to_its_engine_alone(tmp_path: Path) -> None:
-    """A leaked handle must not open one tenant's documents to another."""
-    model = tiny_model("llama")
-    mine = Engine(model, ChunkStore(tmp_path, namespace="a"), block_size=8)
-    theirs = Engine(model, ChunkStore(tmp_path, namespace="b"), block_size=8)
-    mine.cache_chunks([TEXTS[0]])
-    prompt = f"{issued(mine, TEXTS[0])} Q?"
-    report = mine.generate(prompt, max_new_tokens=1).report
-    assert (report.found, report.chunk_misses) == (1, {})
-    report = theirs.generate(prompt, max_new_tokens=1).report
-    assert (report.found, report.uncached_tokens) == (0, 1 + len(prompt))
 
 
 def test_a_handle_stands_for_the_text_that_it_was_issued_for(engine: Engine) -> None:

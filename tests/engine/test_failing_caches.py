@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,13 +89,6 @@ def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_ha
     reason = "absent" if damage is delete else "corrupt"
     assert answer.report.chunk_misses == {reason: 1}
     assert answer.report.reused == 2
-
-
-def test_ingest_repairs_a_damaged_cache(engine: Engine) -> None:
-    flip_entries(chunk_file(engine, TEXTS[1]))
-    engine.cache_chunks(TEXTS)
-    report = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=1).report
-    assert report.chunk_misses == {}
 
 
 def test_on_miss(engine: Engine) -> None:
@@ -203,28 +195,6 @@ def test_computing_what_is_missing_takes_nothing_from_another_namespace(tmp_path
     assert answer.report.context_tokens == 0
     assert ours.issue_handle(TEXTS[0]) is None
     assert (ours.store.keys(), theirs.store.keys()) == ([], keys)
-
-
-def test_a_full_disk_does_not_fail_a_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new = "a chunk that nobody cached"
-    prompt = f"{TEXTS[0]}\n\n{new}\n\nQ?"
-    kept = Engine(engine.model, method=engine.method, block_size=8)
-    kept.cache_chunks([TEXTS[0], new])
-    expected = kept.generate(prompt, [TEXTS[0], new], max_new_tokens=4)
-
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)  # where a full disk shows at the latest
-    for _ in range(2):  # computed again each time, as it cannot be kept
-        answer = engine.generate(prompt, [TEXTS[0], new], on_miss="compute", max_new_tokens=4)
-        assert answer.text == expected.text
-        assert (answer.report.found, answer.report.chunk_misses) == (2, {"absent": 1})
-        assert answer.report.computed_now == 1
-    with pytest.raises(StoreError, match="No space left"):
-        engine.cache_chunks([new])
 
 
 def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(

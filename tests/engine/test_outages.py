@@ -166,9 +166,6 @@ def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
     assert engine.is_cached(NEW)
 
 
-# -- descriptors -------------------------------------------------------------------------------
-
-
 def test_one_that_is_lost_is_lost_wherever_it_is_named(engine: Engine) -> None:
     (file,) = folder_of(engine).rglob(f"{engine.key_of(TEXTS[0])}.safetensors")
     data = bytearray(file.read_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,9 +114,6 @@ def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
         assert torch.equal(getattr(one.statistics, name), getattr(other.statistics, name)), name
 
 
-# --- keys, values, local queries ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "prefix"), covering(FAMILIES, [(), (1,), (1, 50, 60)], times=2))
 def test_captured_entries_are_those_of_transformers_own_cache(
     family: str, prefix: tuple[int, ...]
@@ -178,8 +174,6 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
     torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
 
 
-# --- the engine's side -------------------------------------------------------------------------
-
 TEXTS = ["first chunk of words " * 4, "second", "a third one, longer than the others " * 6]
 
 
@@ -223,20 +217,6 @@ def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
     ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
     close = BATCHED if before else CLOSE
     torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **close)
-
-
-def test_progress_goes_to_standard_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = Engine(tiny_model("llama"), block_size=BLOCK)
-    engine.cache_chunks(TEXTS[:2])
-    quiet = capfd.readouterr()
-    assert (quiet.out, quiet.err) == ("", "")
-    engine.cache_chunks([*TEXTS, "a fourth"], progress=True)
-    shown = capfd.readouterr()
-    assert shown.out == ""
-    assert re.search(r"\b2/2\b", shown.err), "only what is computed counts"
-
-
-# --- memory ------------------------------------------------------------------------------------
 
 
 class Largest(TorchDispatchMode):

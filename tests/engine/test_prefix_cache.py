@@ -48,7 +48,6 @@ def taken(cache: PrefixCache, token_ids: Sequence[int], made_by: str = "w") -> i
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """First tokens that agree."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1

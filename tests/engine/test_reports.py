@@ -9,7 +9,6 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -29,9 +28,6 @@ def chunks_of(report: Report) -> tuple[int, int, int]:
     return report.found, report.reused, report.computed_now
 
 
-# -- found, reused, computed now ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["recompute", "auto"])
 def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
     """Regression: chunks were hits although everything was computed."""
@@ -39,24 +35,6 @@ def test_full_prefill_reuses_nothing(engine: Engine, method: str) -> None:
     report = asked(engine, method=method)
     assert (report.ran, *chunks_of(report)) == ("recompute", 3, 0, 0)
     assert report.chunk_misses == {} and report.recompute_ratio == 1.0
-
-
-def test_what_is_answered_from_its_cache_is_reused(engine: Engine) -> None:
-    assert chunks_of(asked(engine, method="reuse")) == (3, 3, 0)
-
-
-def test_a_report_is_printed_as_what_was_spared(engine: Engine) -> None:
-    report = asked(engine, method="reuse")
-    said = f"3 of 3 chunks reused, {report.cached_tokens} of {report.prompt_tokens} prompt tokens"
-    assert str(report).startswith(f"reuse: {said} not computed")
-    engine.costs = WHOLE_IS_FASTER
-    missed = "A sentence that no store has ever seen before today."
-    other = engine.generate(
-        f"{PROMPT}\n{missed}\nQ?", [*TEXTS, missed], method="auto", on_miss="text",
-        max_new_tokens=1,
-    )  # fmt: skip
-    assert str(other.report).startswith("auto, which ran ")
-    assert "(missed: 1 absent)" in str(other.report)
 
 
 def test_a_chunk_recomputed_to_its_last_token_is_not_reused(engine: Engine) -> None:
@@ -98,9 +76,6 @@ def test_misses_are_computed_now_or_with_the_prompt(
     assert report.recompute_ratio == sum(map(len, TEXTS[1:])) / sum(map(len, TEXTS))
 
 
-# -- announcements ------------------------------------------------------------------------------
-
-
 def test_what_an_announcement_computed_is_the_first_prompts_work() -> None:
     """Regression: a query that had just paid for all its chunks reported hits and no work."""
     engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
@@ -123,12 +98,6 @@ def test_it_is_work_even_where_full_prefill_follows() -> None:
     assert report.recompute_ratio == 1.0
 
 
-def test_announcing_what_is_cached_is_no_work(engine: Engine) -> None:
-    engine.announce(TEXTS, "compute")
-    report = asked(engine, method="reuse")
-    assert (*chunks_of(report), report.announce_s) == (3, 3, 0, 0.0)
-
-
 def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
     for text in TEXTS[:2]:
         engine.store.delete(engine.key_of(text))
@@ -140,9 +109,6 @@ def test_prompts_share_an_announcement_by_its_chunks(engine: Engine) -> None:
     assert one.announce_s == rest.announce_s > 0
 
 
-# -- kept ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_layers", [3, 10, 30])
 def test_all_of_the_context_is_exactly_one(n_layers: int) -> None:
     """A mean over layers that is added up in parts comes to a little more."""
@@ -150,17 +116,6 @@ def test_all_of_the_context_is_exactly_one(n_layers: int) -> None:
     engine = Engine(Model(hf, byte_tokenizer(bos=True), "deep"), prefix_bytes=0)
     engine.cache_chunks(TEXTS)
     assert asked(engine, method="reuse").kept_ratio == 1
-
-
-def test_streaming_keeps_the_prompts_ends(engine: Engine) -> None:
-    """By hand: 4 sinks, and the last 56 entries of which the question has some."""
-    rule = type(EVICTIONS["streaming-llm"])(budget_tokens=60)
-    report = asked(engine, method="recompute", eviction=rule)
-    behind = report.prompt_tokens - (1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2]))
-    assert report.kept_ratio == pytest.approx((60 - 4 - behind) / report.context_tokens)
-
-
-# -- a beginning that is held -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion", "recompute"])
@@ -174,12 +129,3 @@ def test_tokens_of_a_held_beginning_are_counted_apart_from_chunks(
     assert again.uncached_tokens == first.uncached_tokens - n_before
     reused = (1 - again.recompute_ratio) * again.context_tokens
     assert again.cached_tokens == round(n_before + reused)
-
-
-def test_held_tokens_of_chunks_count_once() -> None:
-    engine = Engine(tiny_model("llama"), block_size=8)
-    first, again = (asked(engine, on_miss="text") for _ in range(2))
-    assert (first.ran, again.ran) == ("recompute", "prefix")
-    assert again.prefix_tokens == 1 + PROMPT.index(TEXTS[2]) + len(TEXTS[2])
-    assert first.cached_tokens == 0 and again.cached_tokens == again.prefix_tokens
-    assert again.uncached_tokens == again.prompt_tokens - again.prefix_tokens

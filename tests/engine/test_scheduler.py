@@ -25,7 +25,7 @@ from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.request import AnswerSettings, FirstToken, Request
 from samkv_integrations.engine.scheduler import AHEAD, OWNER, Limits, Scheduler
 from samkv_integrations.engine.stream import AnswerStream, off_loop
-from samkv_integrations.errors import InvalidOption, Overloaded, TimedOut
+from samkv_integrations.errors import Overloaded, TimedOut
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
@@ -57,7 +57,6 @@ def engine() -> Engine:
 
 
 def all_at_once(engine: Engine, prompts: list[str], **options: object) -> list[str]:
-    """Answers of as many threads."""
     with ThreadPoolExecutor(len(prompts)) as threads:
         asked = [threads.submit(engine.generate, each, **options) for each in prompts]
         return [each.result(PATIENCE_S).text for each in asked]
@@ -71,9 +70,6 @@ def eventually(is_so: Callable[[], bool], engine: Engine) -> None:
         if was_so:
             return
     raise AssertionError("it never was")
-
-
-# -- the same answers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,9 +148,6 @@ def test_options_are_of_one_answer_each(engine: Engine) -> None:
     assert len(set(alone)) == 8
 
 
-# -- limits -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("max_batch", [1, 3])
 def test_no_more_answers_than_the_limit_are_decoded_together(max_batch: int, steps: Steps) -> None:
     engine = engine_of(tiny_model("llama"), Limits(max_batch=max_batch))
@@ -198,24 +191,6 @@ def test_too_many_that_wait(steps: Steps) -> None:
     eventually(lambda: engine.scheduler.load.running == engine.scheduler.load.waiting == 0, engine)
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"max_batch": 0}, "max_batch=0; it must be a whole number of at least 1"),
-        ({"max_batch": True}, "max_batch=True"),
-        ({"max_batch": None}, "max_batch=None; it must be a whole number of at least 1$"),
-        ({"max_kv_bytes": 0}, "max_kv_bytes=0; it must be a whole number of at least 1, or None"),
-        ({"max_waiting": -1}, "max_waiting=-1; it must be a whole number of at least 0, or None"),
-    ],
-)
-def test_wrong_limits(limits: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        Limits(**limits)
-
-
-# -- between steps ------------------------------------------------------------------------------
-
-
 def test_an_answer_begins_between_the_steps_of_others(engine: Engine, steps: Steps) -> None:
     steps.hold()
     first = engine.stream(PROMPTS[0], max_new_tokens=20)
@@ -251,9 +226,6 @@ def test_work_and_answers_take_turns(engine: Engine) -> None:
             is_answered.set()
         ingesting.result(PATIENCE_S)
     assert order
-
-
-# -- owners -------------------------------------------------------------------------------------
 
 
 def as_owner(owner: str, threads: ThreadPoolExecutor, *call: Any, **options: Any) -> Future[Any]:
@@ -322,7 +294,6 @@ def test_who_comes_when_another_has_all_places_does_not_wait_for_whole_answers(
 
 
 def of(engine: Engine) -> tuple[int, int]:
-    """Answers that have begun, and those that wait."""
     load = engine.scheduler.load
     return load.running, load.waiting
 
@@ -343,9 +314,6 @@ def test_an_owner_who_is_refused_refuses_nobody_else(steps: Steps) -> None:
         first.result(PATIENCE_S).close()
         steps.release()
         assert all(each.result(PATIENCE_S).text for each in waiting)
-
-
-# -- readers ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -508,9 +476,6 @@ def test_a_dropped_stream_frees_its_cache(talking: Engine, steps: Steps) -> None
     assert talking.scheduler.load.running == 0
 
 
-# -- failures -----------------------------------------------------------------------------------
-
-
 def test_a_failure_of_one_is_of_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPTS[1], max_new_tokens=8).text
     sample = Sampler.next_if_sure
@@ -543,9 +508,6 @@ def test_a_failed_step_ends_its_answers_alone(engine: Engine, steps: Steps) -> N
     assert engine.generate(PROMPTS[0], max_new_tokens=8).text
 
 
-# -- tasks --------------------------------------------------------------------------------------
-
-
 def test_a_stream_for_tasks(talking: Engine) -> None:
     async def ask() -> tuple[str, AnswerStream]:
         async with await talking.astream(ENDLESS, max_new_tokens=30) as stream:
@@ -572,9 +534,6 @@ def test_the_loop_runs_while_answers_are_computed(engine: Engine, steps: Steps) 
         return (await answer).text
 
     assert asyncio.run(ask())
-
-
-# -- its thread ---------------------------------------------------------------------------------
 
 
 def model_threads() -> list[threading.Thread]:

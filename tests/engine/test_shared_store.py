@@ -93,18 +93,6 @@ def test_chunks_of_a_prompt_come_together(
     assert second.generate(PROMPT, max_new_tokens=1).report.reused == 8
 
 
-def test_a_second_machine_computes_nothing_twice(
-    machine: Machine, fetched: list[tuple[str, int]]
-) -> None:
-    first, second = machine("first"), machine("second")
-    first.cache_chunks(TEXTS[:6])
-    second.cache_chunks(TEXTS)
-    assert fetched == []  # nor are those read that are there
-    assert len(second.store.keys()) == 6
-    assert first.is_cached(TEXTS[11])
-    assert second.fingerprint == first.fingerprint
-
-
 def test_without_the_remote_tier_answers_come_from_text(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

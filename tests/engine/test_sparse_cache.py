@@ -41,9 +41,6 @@ class Stored:
         return self.all.select(tokens)
 
 
-# --- what a step attends to --------------------------------------------------------------------
-
-
 def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[SparseCache, Entries]:
     """A cache of a context at no positions, and its entries; a step attends to 64 of them."""
     n = len(keys)
@@ -104,9 +101,6 @@ def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax_and_to_the_r
     by_value[best], by_value[-1] = entries.values().double()[best], value[0].double()
     expected = torch.einsum("grt,tgd->grd", logits.softmax(-1), by_value).flatten(0, 1)
     torch.testing.assert_close(output[0, :, 0].double(), expected, rtol=tolerance, atol=tolerance)
-
-
-# --- keys that a bias has moved ----------------------------------------------------------------
 
 
 @cache

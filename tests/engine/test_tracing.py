@@ -66,9 +66,6 @@ def figures(report: Report) -> dict[str, Any]:
     }
 
 
-# -- spans --------------------------------------------------------------------------------------
-
-
 def test_a_span_says_what_the_report_does(engine: Engine, told: Told) -> None:
     with told.tracer.start_as_current_span("the caller") as caller:
         report = engine.generate(PROMPT, TEXTS, max_new_tokens=3, eviction="h2o").report
@@ -135,20 +132,6 @@ def test_no_text_is_told(engine: Engine, told: Told) -> None:
         assert not [stage for stage in told.stages(span) if MARK in stage.to_json()]
 
 
-# -- streams and tasks --------------------------------------------------------------------------
-
-
-def test_a_stream_is_a_span_when_it_ends(engine: Engine, told: Told) -> None:
-    with told.tracer.start_as_current_span("the caller") as caller:
-        stream = engine.stream(PROMPT, max_new_tokens=3)
-    assert told.answers == []
-    list(stream)
-    stream.close()
-    (span,) = told.answers
-    assert is_below(span, caller)
-    assert attributes(span)["gen_ai.response.finish_reasons"] == ("length",)
-
-
 def closed(engine: Engine) -> None:
     with engine.stream(PROMPT, max_new_tokens=3) as stream:
         next(stream)
@@ -195,9 +178,6 @@ def test_each_task_is_below_its_own_caller(engine: Engine, told: Told) -> None:
     for caller, n_tokens in asked:
         (span,) = [span for span in told.answers if is_below(span, caller)]
         assert attributes(span)["gen_ai.usage.input_tokens"] == n_tokens
-
-
-# -- failures -----------------------------------------------------------------------------------
 
 
 def failing(engine: Engine, steps: Steps) -> None:
@@ -251,9 +231,6 @@ def test_a_failure_is_an_error_of_its_kind(
     assert points[(kind.__name__,)].count == 1
 
 
-# -- metrics ------------------------------------------------------------------------------------
-
-
 def test_metrics_add_up_what_the_reports_say(engine: Engine, told: Told) -> None:
     with collect_reports() as reports:
         for n_tokens in (3, 2):  # the second one goes on from the beginning of the first
@@ -278,9 +255,6 @@ def test_metrics_add_up_what_the_reports_say(engine: Engine, told: Told) -> None
         "missed": sum(total.chunk_misses.values()),
     } != dict.fromkeys(outcomes, 0)  # fmt: skip
     assert found["samkv.bytes_read"][()].value == total.bytes_read > 0
-
-
-# -- nobody to tell -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", ["samkv", "redis, samkv"])

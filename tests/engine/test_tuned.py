@@ -13,7 +13,7 @@ import torch
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.engine.tuned import TUNED_FILE, TunedSetting, read_tuned, write_tuned
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.prompt import rag_prompt
 from tests.support.models import tiny_model
@@ -188,11 +188,6 @@ def test_windows_editors_begin_a_file_with_a_byte_order_mark(tmp_path: Path) -> 
     assert read_tuned(tmp_path) == {SETTING.model: SETTING}
 
 
-def test_what_no_engine_could_do_is_no_setting() -> None:
-    with pytest.raises(UnknownOption, match="unknown eviction 'x'"):
-        TunedSetting(model="m", method="reuse", eviction="x")
-
-
 def test_the_store_leaves_the_file_alone(tmp_path: Path) -> None:
     engine = engine_on(tuned_folder(tmp_path))
     engine.cache_chunks(TEXTS)
@@ -202,8 +197,3 @@ def test_the_store_leaves_the_file_alone(tmp_path: Path) -> None:
     gc(store)
     engine.forget(TEXTS)
     assert (tmp_path / "kv" / TUNED_FILE).read_bytes() == before
-
-
-def test_a_new_folder_may_begin_with_the_file(tmp_path: Path) -> None:
-    write_tuned(tmp_path, SETTING)
-    assert Engine(tiny_model(), ChunkStore(tmp_path)).tuned == SETTING

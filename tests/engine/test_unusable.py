@@ -91,10 +91,3 @@ class TestAnnounced:
         engine.announce([TEXT])
         with pytest.raises(ChunkNotCached, match="no 16 tokens in a row of any retrieved chunk"):
             engine.generate("Something else.", max_new_tokens=1, on_miss="error")
-
-    def test_one_without_a_cache_is_computed_and_kept(self, engine: Engine) -> None:
-        other = "The bakery on Mill Lane was opened in 1931 by the Holm family."
-        engine.announce([other])
-        report = engine.generate(f"> {other}", method="reuse", max_new_tokens=1).report
-        assert (report.found, report.computed_now, report.chunk_misses) == (1, 1, {"absent": 1})
-        assert report.context_tokens == len(other) and engine.is_cached(other)

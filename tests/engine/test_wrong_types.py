@@ -63,10 +63,3 @@ def test_texts_that_can_be_looked_at_once_only(engine: Engine) -> None:
     """The check used them up, and nothing was cached."""
     keys = engine.cache_chunks(text for text in ("The first chunk.", "The second chunk."))  # type: ignore[arg-type]
     assert len(keys) == 2
-
-
-def test_an_answer_in_a_with_block_is_closed_after_it(engine: Engine) -> None:
-    with engine.stream("Hello", max_new_tokens=50) as answer:
-        next(answer)
-    assert list(answer) == []
-    assert answer.finish_reason is None

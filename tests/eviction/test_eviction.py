@@ -20,11 +20,13 @@ from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.request import FirstToken
 from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import (
     H2O,
+    InfLLM,
     PyramidKV,
     Quest,
+    RetrievalAttention,
     SageKV,
     SnapKV,
     StreamingLLM,
@@ -75,9 +77,6 @@ def asked(
 
 def decoder_of(engine: Engine, first: FirstToken) -> Decoder:
     return Decoder(engine.model, first.cache, first.layout.n_tokens)
-
-
-# -- what is kept -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -211,9 +210,6 @@ def test_attention_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.cat(tiles, dim=2), whole)
 
 
-# -- budgets ------------------------------------------------------------------------------------
-
-
 def test_a_share_is_one_of_the_logical_prompt_and_never_too_small() -> None:
     assert H2O(budget_ratio=0.25).budget(1000) == 250
     assert SnapKV(budget_ratio=0.2, window=32).budget(100) == 33
@@ -232,9 +228,6 @@ def test_the_pyramid_falls_in_equal_steps_around_its_budget() -> None:
     assert (budgets[0], budgets[-1]) == (178, 22)
     assert {rule.layer_budget(190, layer, 20) for layer in range(20)} == {132}
     assert rule.layer_budget(4000, 0, 1) == 132
-
-
-# -- answers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -490,9 +483,6 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
     assert answer.report.decode_kv_bytes == expected.report.decode_kv_bytes
 
 
-# -- mistakes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -513,23 +503,15 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
         (lambda: PyramidKV(budget_ratio=0.2, beta=0), "beta=0 of 'pyramidkv'"),
         (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* at least 33"),
         (lambda: SageKV(budget_tokens=3), "at least 4 entries"),
+        (lambda: InfLLM(budget_tokens=142), "budget_tokens=142 of 'infllm'.* from 143 on"),
+        (lambda: InfLLM(budget_ratio=0.5, first=-1), "first=-1 of 'infllm'"),
+        (lambda: InfLLM(budget_ratio=0.5, block=0), "block=0 of 'infllm'"),
+        (lambda: RetrievalAttention(budget_tokens=80), "'retrieval-attention'.* from 81 on"),
     ],
 )
 def test_wrong_options_are_named(make: Callable[[], Eviction], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         make()
-
-
-def test_unknown_rules_list_the_known_ones(engines: Callable[[str], Engine]) -> None:
-    known = f"known: {', '.join(sorted([*EVICTIONS, 'none']))}"
-    for wrong in (
-        lambda: get_eviction("magic"),
-        lambda: Engine(tiny_model("llama"), eviction="magic"),
-        lambda: engines("llama").generate("Why?", eviction="magic"),
-    ):
-        with pytest.raises(UnknownOption, match=known):
-            wrong()
-    assert get_eviction(None) is None and get_eviction("none") is None
 
 
 def test_a_rule_that_neither_drops_nor_chooses() -> None:
@@ -548,9 +530,6 @@ def test_slots_of_another_shape_are_an_error(engines: Callable[[str], Engine]) -
 
     with pytest.raises(InvalidOption, match=r"slots of shape \(9,\); it must be \(9, 2\)"):
         asked(engines("llama"), "reuse", Mine(budget_tokens=9))
-
-
-# -- anything -----------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)

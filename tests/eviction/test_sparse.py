@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction import InfLLM, Quest, RetrievalAttention
 from samkv_integrations.eviction.base import Seen, SparseEviction
 from tests.eviction.test_eviction import Case, union_of_best
@@ -118,22 +115,3 @@ def test_infllm_with_blocks_of_one_token_takes_the_largest_products() -> None:
     query = query_of(case, 0)
     expected = logits_of(case, query).sum(0).topk(20).indices.tolist()
     assert set(chosen(rule, case, 20, query)) == set(expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (InfLLM, {"budget_tokens": 142}, "budget_tokens=142 of 'infllm'.* from 143 on"),
-        (InfLLM, {"first": -1}, "first=-1 of 'infllm'"),
-        (InfLLM, {"representatives": 0}, "representatives=0 of 'infllm'"),
-        (InfLLM, {"block": 0}, "block=0 of 'infllm'"),
-        (RetrievalAttention, {"budget_tokens": 80}, "'retrieval-attention'.* from 81 on"),
-        (RetrievalAttention, {"last": -1}, "last=-1 of 'retrieval-attention'"),
-    ],
-)
-def test_wrong_options_are_named(
-    kind: type[SparseEviction], options: dict[str, Any], message: str
-) -> None:
-    budget = {} if "budget_tokens" in options else {"budget_ratio": 0.5}
-    with pytest.raises(InvalidOption, match=message):
-        kind(**options, **budget)

@@ -86,40 +86,6 @@ class TestWithoutEffect:
                 call()
 
 
-class TestNearMisses:
-    @pytest.mark.parametrize(
-        ("options", "meant"),
-        [
-            ({"generate_kwargs": {"temprature": 1}}, "temperature"),
-            ({"contxt_window": 600}, "context_window"),
-            ({"method": "samkv-guide"}, "samkv-guided"),
-            ({"eviction": "snap-kv"}, "snapkv"),
-        ],
-    )
-    def test_name_what_was_meant(self, engine: Engine, options: dict[str, Any], meant: str) -> None:
-        with pytest.raises(UnknownOption, match=f"; did you mean '{meant}'\\?$"):
-            SamKVLLM(engine=engine, **options)
-
-    def test_nothing_is_made_up(self, engine: Engine) -> None:
-        with pytest.raises(UnknownOption, match="known: [^?]*$"):
-            SamKVLLM(engine=engine, method="magic")
-
-
-class TestTheNameThatWasGiven:
-    @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_langchain(self, engine: Engine, kind: type, name: str) -> None:
-        wrong = {name: 0}
-        for call in (
-            lambda: kind(engine=engine, **wrong),
-            lambda: kind(engine=engine).invoke("Hello", **wrong),
-            lambda: kind(engine=engine).bind(**wrong).invoke("Hello"),
-            lambda: kind.from_model_id("builtin", pipeline_kwargs=wrong),
-        ):
-            with pytest.raises(InvalidOption, match=f"^{name}=0; it must be at least 1$"):
-                call()
-
-
 class TestWhereOptionsBelong:
     def test_a_name_as_the_model(self) -> None:
         """As ChatSamKV and most LLMs call it; it was taken for a model without its tokenizer."""
@@ -127,23 +93,6 @@ class TestWhereOptionsBelong:
         assert SamKVLLM(model="builtin", model_name="builtin").model_name == "builtin"
         with pytest.raises(InvalidOption, match="'builtin' and model_name='mine' are the same"):
             SamKVLLM(model="builtin", model_name="mine")
-
-    @pytest.mark.parametrize(
-        ("options", "where"),
-        [
-            (
-                {"temperature": 0.5},
-                "generate_kwargs={'temperature': ...}, or temperature to a call",
-            ),
-            ({"max_tokens": 5}, "give max_new_tokens"),
-            ({"generate_kwargs": {"method": "epic"}}, "give method to the LLM, or to a call"),
-            ({"generate_kwargs": {"max_new_tokens": 5}}, "give max_new_tokens to the LLM"),
-        ],
-    )
-    def test_the_error_says_it(self, engine: Engine, options: dict[str, Any], where: str) -> None:
-        with pytest.raises(UnknownOption) as raised:
-            SamKVLLM(engine=engine, **options)
-        assert where in str(raised.value)
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_langchain_takes_the_llms_own_in_a_call(self, engine: Engine, kind: type) -> None:

@@ -6,22 +6,19 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
-from samkv_integrations.cli.arguments import with_flags
 from samkv_integrations.engine import options
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.llm import fields
-from samkv_integrations.model.sampling import DECLARED
-from samkv_integrations.option import Option, declared
+from samkv_integrations.option import declared
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
 OF_LLMS = {
@@ -34,16 +31,6 @@ OF_LLMS = {
 }  # fmt: skip
 
 
-class MadeUp(TypedDict, total=False):
-    thoroughness: Annotated[
-        int,
-        Option(
-            default=3, description="How thoroughly to answer.",
-            allows=lambda n: 0 < n < 9, bounds="from 1 to 8",
-        ),
-    ]  # fmt: skip
-
-
 @pytest.fixture
 def table_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Writes the table of a class into the API reference."""
@@ -51,37 +38,6 @@ def table_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     monkeypatch.delitem(sys.modules, "fields", raising=False)
     found: Callable[[str], str] = importlib.import_module("fields").table_of
     return found
-
-
-class TestOneThatIsMadeUp:
-    """It is declared above, and nothing else knows of it."""
-
-    def test_is_a_field(self) -> None:
-        made = fields.with_fields("Made", declared(MadeUp))
-        assert made().model_dump() == {"thoroughness": 3}
-        assert made.model_fields["thoroughness"].description == "How thoroughly to answer."
-
-    def test_is_a_flag(self) -> None:
-        def answer(given: MadeUp) -> None:
-            typer.echo(f"{given}")
-
-        commands = typer.Typer()
-        commands.command()(with_flags(answer))
-        assert CliRunner().invoke(commands, []).stdout == "{'thoroughness': 3}\n"
-        done = CliRunner().invoke(commands, ["--thoroughness", "5"])
-        assert done.stdout == "{'thoroughness': 5}\n"
-
-    def test_is_checked(self) -> None:
-        options.check_options(MadeUp, {"thoroughness": 8})
-        with pytest.raises(InvalidOption, match="^thoroughness=9; it must be from 1 to 8$"):
-            options.check_options(MadeUp, {"thoroughness": 9})
-
-    def test_is_in_the_reference(
-        self, table_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(options, "MadeUpOptions", MadeUp, raising=False)
-        row = "| `thoroughness` | `3` | How thoroughly to answer. |"
-        assert row in table_of(f"{options.__name__}.MadeUpOptions")
 
 
 class TestAllThatThereAre:
@@ -160,8 +116,3 @@ def test_type_checkers_are_told_of_the_same_fields() -> None:
         made = getattr(fields, node.name).model_fields
         defaults = {n: each.get_default(call_default_factory=True) for n, each in made.items()}
         assert named == defaults
-
-
-def test_every_option_is_described() -> None:
-    assert all(option.description for _, option in DECLARED.values())
-    assert all(option.description for option in OF_LLMS.values())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ from langchain_samkv import (
 from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine, MemoryStore
-from tests.support.executors import Nobody
 from tests.support.langchain_store import Letters
 from tests.support.models import tiny_model
 from tests.support.served import TEXTS
+
+
+class Nobody(ThreadPoolExecutor):
+    def submit(self, *given: object, **options: object) -> object:  # type: ignore[override]
+        raise AssertionError("a thread of asyncio's default executor was asked for")
 
 
 @pytest.fixture

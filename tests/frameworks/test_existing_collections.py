@@ -15,7 +15,6 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from tests.support.chroma_link import add_raw, client_of
-from tests.support.models import tiny_model
 from tests.support.records import TEXTS, builtin
 
 LOGGER = "samkv_integrations.chroma.link"
@@ -90,24 +89,6 @@ def test_all_of_it_is_cached_in_one_go(
     assert set(engine.store.keys()) == {other, *map(engine.key_of, TEXTS)}
     assert engine.found_in("\n\n".join(TEXTS)) == TEXTS
     assert store.kv_link.sync().n_cached == 0
-
-
-@pytest.mark.parametrize("change", ["model", "folder", "namespace"])
-def test_caches_that_are_elsewhere_are_as_good_as_none(
-    filled: Any, engine: Engine, change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Their keys in the records name nothing that this engine could use."""
-    llama_index(filled, engine, cache_existing=True)
-    other = {
-        "model": lambda: Engine(tiny_model(), engine.store, block_size=8),
-        "folder": lambda: Engine(builtin(), ChunkStore(tmp_path / "kv2"), block_size=8),
-        "namespace": lambda: Engine(
-            builtin(), ChunkStore(tmp_path / "kv", namespace="x"), block_size=8
-        ),
-    }[change]()
-    with caplog.at_level(logging.WARNING, LOGGER):
-        llama_index(filled, other)
-    assert len(caplog.records) == 1
 
 
 def test_nothing_to_warn_of(

@@ -88,22 +88,6 @@ def test_a_method_of_ones_own(engine: Engine, kind: type, name: str, part: objec
         kind(engine=engine, **{name: part})
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda e: ChatSamKV(engine=e, stop=[1]), r"^stop=\[1\]: Input should be"),
-        (lambda e: SamKVLLM(engine=e, stopping_ids="x"), "^stopping_ids='x': Input should be"),
-        (lambda e: SamKVLLM(engine=e, context_window=0), "^context_window=0; .* give 1 to that"),
-        (lambda e: SamKVLLM(engine=e).complete(None), "^prompt=None; it must be a string"),
-        (lambda e: SamKVLLM(engine=e).complete(12345), "^prompt=12345; it must be a string"),
-        (lambda e: ChatSamKV(model="builtin", device_map="tpu"), "^device 'tpu'; allowed: auto"),
-    ],
-)
-def test_the_callers_words(engine: Engine, make: Callable[[Engine], Any], message: str) -> None:
-    with pytest.raises(InvalidOption, match=message):
-        make(engine)
-
-
 class TestMessages:
     @pytest.mark.parametrize("kind", ["reasoning", "thinking"])
     def test_reasoning_of_an_earlier_answer_is_left_out(self, engine: Engine, kind: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from tests.support.asked import listen
 from tests.support.records import builtin
 
 NAMES = sorted(OPTIONS.keys() - {"max_new_tokens"})
-DOCS = Path(__file__).parents[2] / "docs"
 PROMPT = "Question: Where was Tobias Trulman born?"
 IN_RANGE = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "top_k": 3, "seed": 3,
             "repetition_penalty": 1.5}  # fmt: skip
@@ -62,24 +59,12 @@ class TestEveryOption:
             SamKVLLM(engine=engine, generate_kwargs={name: OUT_OF_RANGE[name]})
         assert [options[name] for options in sampled] == [IN_RANGE[name]] * 2
 
-    @pytest.mark.parametrize("guide", ["langchain.md", "llama-index.md"])
-    def test_guides(self, name: str, guide: str) -> None:
-        assert re.search(rf"`{name}`", (DOCS / guide).read_text(encoding="utf-8"))
-
 
 class TestArgumentsOfSamKVLLM:
     @pytest.mark.parametrize("name", ["stopping_ids", "generate_kwargs", "callback_manager"])
     def test_none_is_as_good_as_nothing(self, engine: Engine, name: str) -> None:
         without = SamKVLLM(engine=engine).to_dict()
         assert SamKVLLM(engine=engine, **{name: None}).to_dict() == without
-
-    @pytest.mark.parametrize(
-        "options", [{"max_new_tokens": "5"}, {"context_window": "600"}, {"system_prompt": 5}]
-    )
-    def test_of_another_type(self, engine: Engine, options: dict[str, Any]) -> None:
-        (name,) = options
-        with pytest.raises(InvalidOption, match=f"{name}=.*valid (integer|string)"):
-            SamKVLLM(engine=engine, **options)
 
     @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV])
     def test_what_one_takes_is_said(self, kind: type[Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from langchain_samkv import ChatSamKV
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations import METHODS, ChunkStore
+from samkv_integrations import ChunkStore
 from samkv_integrations.engine.tuned import TunedSetting, write_tuned
 from tests.support.models import saved_tiny
 
@@ -47,13 +47,3 @@ def test_a_method_that_is_named_wins_over_the_file(
         each.invoke(prompt) if kind == "langchain" else each.complete(prompt)
         report = each.last_report
         assert (report.method, report.eviction) == (method, "h2o" if method == "epic" else None)
-
-
-def test_an_llm_that_is_made_again_of_its_description_reads_the_file_again(
-    tiny: str, setting: TunedSetting, tmp_path: Path
-) -> None:
-    llm = SamKVLLM(model_name=tiny, kv_dir=str(tmp_path / "kv"))
-    again = SamKVLLM.from_dict(llm.to_dict())
-    assert again.engine.method == llm.engine.method == setting.to_method()
-    write_tuned(tmp_path / "kv", TunedSetting(model=tiny, method="reuse"))
-    assert SamKVLLM.from_dict(llm.to_dict()).engine.method == METHODS["reuse"]

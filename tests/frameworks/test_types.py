@@ -48,11 +48,3 @@ def test_mypy_with_the_plugin_of_pydantic(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-
-
-def test_names_that_type_checkers_know_can_be_read() -> None:
-    from langchain_samkv import ChatSamKV
-
-    llm = ChatSamKV(model_name="builtin", max_new_tokens=3, stop_sequences=["x"], api_key="k")
-    assert (llm.model, llm.max_new_tokens, llm.stop_sequences) == ("builtin", 3, ["x"])
-    assert (llm.model_name, llm.max_tokens, llm.stop) == ("builtin", 3, ["x"])

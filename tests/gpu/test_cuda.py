@@ -29,6 +29,7 @@ from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.model import Model
+from tests.support.laws import changed
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
 
 pytestmark = [
@@ -73,9 +74,6 @@ def with_caches_of(engine: Engine, model: Model) -> Engine:
 
 def rms(difference: Tensor) -> float:
     return float(difference.square().mean().sqrt())
-
-
-# -- against the CPU ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["none", "quest"])
@@ -136,9 +134,6 @@ def test_an_answer_is_the_cpu_s_and_sampling_repeats_itself():
     assert drawn[0].text == drawn[1].text
 
 
-# -- the limit laws, in bfloat16 ------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Law:
     """A method that equals another one, with the rules that the answer goes on with."""
@@ -150,11 +145,6 @@ class Law:
     def __str__(self) -> str:
         method, name = self.method, self.rule if isinstance(self.rule, str) else self.rule.name
         return f"{method.name} {method.recompute} {method.select} {name} is {self.equals}"
-
-
-def changed(name: str, **options: float) -> Method:
-    method = METHODS[name]
-    return replace(method, recompute=replace(method.recompute, **options))
 
 
 ALL_FIRST = GuidedRecompute(first=10**6, small_context=0)
@@ -215,9 +205,6 @@ def test_a_chunk_after_its_prefix_is_exact_in_bfloat16(family: str):
     reused, full = (there.logits(prompt, CHUNKS[:1], method=m) for m in ("reuse", "recompute"))
     true = exact.logits(prompt, CHUNKS[:1], method="recompute")
     assert rms(reused - full) <= 2 * rms(full - true)
-
-
-# -- one kernel in place of many operations -------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(1, 32), (3, 64), (8, 128), (2, 256)])

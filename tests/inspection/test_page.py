@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.inspection import Inspection, State, inspect
+from samkv_integrations.inspection import Inspection, inspect
 from tests.support.browser import chromium
 from tests.support.records import RECORDS, TEXTS
 
@@ -96,33 +95,6 @@ def test_the_slider_goes_through_the_layers(page: Chrome) -> None:
         set_to(page, "layer", str(layer))
         assert text(page, "layer-name") == f"{layer} of 0 to {found().n_layers - 1}"
         assert classes(page) == [f"t t{int(state)}" for state in found().state_at(layer)]
-
-
-@pytest.mark.parametrize("colour", ["attention", "full", "less"])
-def test_colours_go_by_a_figure(page: Chrome, colour: str) -> None:
-    set_to(page, "layer", "3")
-    set_to(page, "colour", colour)
-    ours, full = found().attention[3], found().full_attention[3]
-    figure = {"attention": ours, "full": full, "less": (full - ours).clamp(min=0)}[colour]
-    inside = found().chunk_of >= 0
-    most = int((figure * inside).argmax())
-    script = (
-        "return [...document.querySelectorAll('[data-token]')].map((t) => t.style.backgroundColor)"
-    )
-    drawn = page.execute_script(script)
-    depths = [float(re.findall(r"([\d.]+)%", each)[0]) for each in drawn]
-    assert depths[most] == 70
-    least = int((figure + (~inside).float()).argmin())
-    assert depths[least] == pytest.approx(0, abs=1)
-
-
-def test_a_token_tells_its_figures(page: Chrome) -> None:
-    token = (found().states == State.RECOMPUTED).all(0).nonzero()[5].item()
-    page.find_elements(By.CSS_SELECTOR, "[data-token]")[int(token)].click()
-    said = text(page, "about")
-    chunk = found().chunks[int(found().chunk_of[int(token)])]
-    assert "recomputed" in said and chunk.name in said and f"token {token}" in said
-    assert "recomputed at 100 % of layers" in said
 
 
 def test_in_a_notebook_it_is_a_frame_of_its_own(driver: Chrome, tmp_path: Path) -> None:

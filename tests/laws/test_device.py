@@ -59,7 +59,6 @@ def engine(store: MemoryStore | None = None, *, n_layers: int = 4, **options: ob
 
 @cache
 def filled(*, n_layers: int = 4, store_bits: int = 4) -> Engine:
-    """An engine on the CPU with the chunks in its store."""
     made = engine(n_layers=n_layers, store_bits=store_bits)
     made.cache_chunks(CHUNKS)
     return made
@@ -96,18 +95,12 @@ def waits_of(monkeypatch: pytest.MonkeyPatch, n_layers: int, **asked: object) ->
     return waits
 
 
-# -- the device that is not there -----------------------------------------------------------------
-
-
 def test_a_sum_over_two_devices_fails_as_on_a_gpu():
     with pretend_device():
         there = torch.arange(3, device=DEVICE)
         with pytest.raises(RuntimeError, match="same device"):
             there + torch.arange(3)
         assert torch.equal((there + torch.tensor(1)).cpu(), torch.tensor([1, 2, 3]))
-
-
-# -- two devices ----------------------------------------------------------------------------------
 
 
 EVERYTHING = covering(
@@ -146,9 +139,6 @@ def test_a_chunk_without_a_cache_is_computed_on_the_device():
     with pretend_device():
         found = engine(on_cpu.store).logits(prompt, missing, method="samkv-guided")
     torch.testing.assert_close(found, expected, **AS_CLOSE)
-
-
-# -- layers on two devices ------------------------------------------------------------------------
 
 
 def spread_engine(
@@ -276,9 +266,6 @@ def test_a_request_that_ends_does_not_wait_for_what_nobody_reads_yet(
     with no_thread_to_read(), pretend_device():
         with pytest.raises(InterruptedError):
             engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method="reuse")
-
-
-# -- waits ----------------------------------------------------------------------------------------
 
 
 # as all others select, check and update

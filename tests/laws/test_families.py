@@ -223,8 +223,6 @@ def test_a_long_prompt_of_longrope_is_refused() -> None:
     assert torch.equal(mine, theirs)
 
 
-# -- what configs say, and what transformers makes of it --------------------------------------
-
 ODD = [
     # these never look at a window, or give it to all layers, whatever else the config says
     ("llama", {"sliding_window": 48}),

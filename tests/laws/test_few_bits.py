@@ -41,7 +41,6 @@ def what_is_quantised(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
 
 
 def size(logits: Tensor) -> float:
-    """Root mean square."""
     return float(logits.square().mean().sqrt())
 
 

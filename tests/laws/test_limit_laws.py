@@ -136,9 +136,6 @@ def test_guided_recomputing_all_is_recompute(any_engine: Engine) -> None:
         assert query.report.recompute_ratio == 1.0
 
 
-# --- the methods of other papers ---------------------------------------------------------------
-
-
 ALL_OF_IT = [
     changed("epic", first=90),
     changed("epic", first=0, last=90),
@@ -354,9 +351,6 @@ def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Updat
                 assert report.recompute_ratio == pytest.approx(computed)
             assert report.ran == ("recompute" if is_whole else "samkv-guided")
             assert report.kept_ratio == 1
-
-
-# --- what the answer goes on with --------------------------------------------------------------
 
 
 SPARSE = {n: rule for n, rule in EVICTIONS.items() if isinstance(rule, SparseEviction)}

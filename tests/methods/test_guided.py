@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from samkv_integrations.cache.chunk import BlockScheme
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import guided as module
 from samkv_integrations.methods.base import SelectAll, SelectionInputs
 from samkv_integrations.methods.guided import GuidedRecompute, matching_segments
-from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.layouts import layout_of
 
@@ -126,31 +124,3 @@ def test_what_matches_is_a_sixth_of_the_context_at_most(
 ) -> None:
     layout = holding(layout_of(lengths, before=1), 5)
     assert tokens_of(layout, module.MOST_MATCHED, matched=96) == expected
-
-
-def test_small_contexts_are_computed_whole() -> None:
-    assert GuidedRecompute().whole_tokens == 128
-    assert GuidedRecompute(small_context=7).whole_tokens == 7
-
-
-@pytest.mark.parametrize(
-    ("part", "option", "value", "allowed"),
-    [
-        (GuidedRecompute, "matched", -1, "0 or more"),
-        (GuidedRecompute, "first", None, "whole number"),
-        (GuidedRecompute, "first", 1.5, "whole number"),
-        (GuidedRecompute, "matched", True, "whole number"),
-        (GuidedRecompute, "matched", 10**30, "at most"),
-        (GuidedRecompute, "first", -3, "0 or more"),
-        (GuidedRecompute, "small_context", -1, "0 or more"),
-        (Fusion, "weight", 1.5, "between 0 and 1"),
-    ],
-)
-def test_bad_options_name_the_value_and_what_is_allowed(
-    part: type, option: str, value: object, allowed: str
-) -> None:
-    with pytest.raises(InvalidOption) as raised:
-        part(**{option: value})
-    message = str(raised.value)
-    assert f"{option}={value!r}" in message
-    assert allowed in message

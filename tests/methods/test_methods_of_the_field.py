@@ -64,9 +64,6 @@ def engine_of(family: str) -> Engine:
     return engine
 
 
-# --- what the model makes of a prompt ----------------------------------------------------------
-
-
 def projected(model: Model, layer: int, ids: Tensor) -> dict[str, Tensor]:
     """(T, heads, D) query, key (both before RoPE) and value of a layer, in transformers' own pass
     over ``ids``."""
@@ -114,9 +111,6 @@ def best(scores: dict[int, float], count: int) -> set[int]:
 PROMPTS = {"after a text": PROMPT, "exact first chunk": FROM_THE_START}
 
 
-# --- CacheBlend --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "layer", "prompt"), covering(FAMILIES, [1, 2], list(PROMPTS), times=2)
 )
@@ -144,9 +138,6 @@ def test_cacheblend_computes_where_values_deviate_most(
         sum(map(len, expected)) / n_layers / layout.n_context
     )
     assert query.report.kept_ratio == 1.0
-
-
-# --- A3 ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -183,9 +174,6 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
     )
 
 
-# --- EPIC --------------------------------------------------------------------------------------
-
-
 def test_epic_by_hand() -> None:
     """The first chunk is exact here; of the second, six tokens long, ends may meet."""
     layout = layout_of((5, 6, 20))
@@ -217,9 +205,6 @@ def test_epic_reports_what_it_computes(prompt: str) -> None:
         assert report.kept_ratio == 1.0 and report.probe_s == 0.0
 
 
-# --- InfLLM for many contexts ------------------------------------------------------------------
-
-
 def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     """Half of 40 tokens is five blocks of four, three of them anchors."""
     layout = layout_of((40, 40, 40))
@@ -232,9 +217,6 @@ def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
     assert sets(keep) == [anchors | {3, 6, 14, 17, 22, 24}]
     assert torch.equal(select.probe_blocks(layout), layout.is_anchor)
-
-
-# --- APE ---------------------------------------------------------------------------------------
 
 
 def test_ape_merges_two_softmaxes() -> None:
@@ -275,13 +257,11 @@ def test_ape_reads_its_shared_prefix_once() -> None:
         torch.testing.assert_close(query.cache.keys[2][place], expected, rtol=1e-4, atol=1e-4)
 
 
-# --- the table ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("part", "option", "value", "allowed"),
     [
         (MultiInfllmSelect, "max_kept_ratio", 1.5, "between 0 and 1"),
+        (SamkvSelect, "max_kept_ratio", -0.01, "between 0 and 1"),
         (CacheblendRecompute, "ratio", None, "between 0 and 1"),
         (A3Recompute, "ratio", math.inf, "between 0 and 1"),
         (A3Recompute, "layer", -3, "0 or more"),
@@ -289,6 +269,13 @@ def test_ape_reads_its_shared_prefix_once() -> None:
         (EpicRecompute, "ratio", math.nan, "between 0 and 1"),
         (ApeAttention, "temperature", 0, "above 0"),
         (ApeAttention, "scale", -0.1, "0 or more"),
+        (GuidedRecompute, "matched", -1, "0 or more"),
+        (GuidedRecompute, "matched", True, "whole number"),
+        (GuidedRecompute, "matched", 10**30, "at most"),
+        (GuidedRecompute, "first", None, "whole number"),
+        (GuidedRecompute, "first", 1.5, "whole number"),
+        (GuidedRecompute, "small_context", -1, "0 or more"),
+        (Fusion, "weight", 1.5, "between 0 and 1"),
     ],
 )
 def test_bad_options_name_the_value_and_what_is_allowed(
@@ -336,8 +323,6 @@ def test_a_choice_without_layers_is_an_error() -> None:
         with pytest.raises(InvalidOption, match=rf"'flat': its {part} .*shape .*; it must be \("):
             first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
 
-
-# --- anything ----------------------------------------------------------------------------------
 
 share = st.floats(0, 1)
 letters = st.text("abcdefgh \n.é", min_size=1, max_size=60)
@@ -456,16 +441,3 @@ def test_any_method_answers_and_keeps_to_its_budget(
     answer = engine.generate(prompt, method=method, eviction=eviction, max_new_tokens=3)
     assert 0 <= answer.report.kept_ratio <= report.kept_ratio
     assert answer.report.recompute_ratio == report.recompute_ratio
-
-
-def test_the_helper_that_reads_a_layer_is_not_blind() -> None:
-    """Otherwise the comparisons by hooks could pass on anything."""
-    engine = engine_of("qwen3")
-    _, query = first_logits(engine, PROMPT, CHUNKS, "recompute")
-    made = projected(engine.model, 2, query.layout.token_ids)
-    for place in (0, 50, 120):
-        key = turned(made["k"][place], place, engine.model)
-        torch.testing.assert_close(query.cache.keys[2][place], key, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            query.cache.values[2][place], made["v"][place], rtol=1e-4, atol=1e-4
-        )

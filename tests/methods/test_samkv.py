@@ -15,7 +15,6 @@ from samkv_integrations.cache.attention_stats import MIN_CHUNKS, stable_layers
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.formats.quantise import rotate
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.base import (
     Method,
@@ -42,9 +41,6 @@ from tests.support.models import tiny_model
 
 def sets(mask: Tensor) -> list[set[int]]:
     return [set(row.nonzero()[:, 0].tolist()) for row in mask]
-
-
-# --- section 3.1 and 3.2 -----------------------------------------------------------------------
 
 
 def test_equation_1_biases_each_chunk_by_the_others() -> None:
@@ -125,9 +121,6 @@ def test_a_budget_is_filled_to_its_last_token(budget: float, kept: list[int]) ->
     assert sets(fill_budget(order, layout, budget)) == [set(kept)]
 
 
-# --- section 3.3 -------------------------------------------------------------------------------
-
-
 def test_anchors_and_outliers_of_kept_blocks_are_recomputed() -> None:
     layout = layout_of((24,), before=1)
     keep = torch.tensor([[True, True, False, True, False, True]])  # blocks of four tokens
@@ -186,9 +179,6 @@ def test_equation_4_weighs_each_token_by_its_own_cosine() -> None:
     assert Fusion(weight=0.25)(cached, computed).tolist() == [[[0.75, 0.25]], [[1.25, 0.0]]]
 
 
-# --- Table 4 as constructor calls --------------------------------------------------------------
-
-
 CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "shorter than the rest", "x y z w " * 6]
 PROMPT = "Read:\n" + "\n--\n".join(text.strip() for text in CHUNKS) + "\nWhy?"
 
@@ -220,9 +210,6 @@ def test_each_ablation_runs(engine: Engine, name: str) -> None:
     assert whole.report.kept_ratio >= n_anchor / layout.n_context
 
 
-# --- the question's query ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("part", [SamkvSelect(), MultiInfllmSelect()])
 def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> None:
     """Of the last plain text alone, whatever else the probe has computed before it."""
@@ -236,9 +223,6 @@ def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> N
     )  # fmt: skip
     found = part.score(probed, layout_of((20,), question=3))
     torch.testing.assert_close(found, plain[-3:].mean(0), rtol=1e-5, atol=1e-5)
-
-
-# --- the inputs of a real request --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,9 +301,3 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
     assert bool(asked.layout.is_anchor.any())
     ids = sum(cache.token_ids.nbytes for cache in caches)
     assert asked.report.bytes_read == ids
-
-
-@pytest.mark.parametrize("value", [-0.01, 1.01, math.nan, math.inf])
-def test_a_cap_that_is_no_share_is_refused(value: float) -> None:
-    with pytest.raises(InvalidOption, match="max_kept_ratio=.*between 0 and 1"):
-        SamkvSelect(max_kept_ratio=value)

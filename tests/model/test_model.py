@@ -240,26 +240,3 @@ class TestSampling:
     def test_values_out_of_range(self, option: dict[str, Any], message: str) -> None:
         with pytest.raises(InvalidOption, match=message):
             Sampling(**option)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"quantization_config": "int8"}, {"device_map": "autom"}, {"device_map": 7},
-        {"device_map": {"": "gpu"}}, {"device_map": {"": "cpu", "lm_head": "cuda:77"}},
-        {"device_map": {"": 77}}, {"device_map": "disk"},
-    ],
-)  # fmt: skip
-def test_a_wrong_place_or_quantisation_is_named(options: dict[str, object]) -> None:
-    with pytest.raises(InvalidOption, match=f"model_kwargs=.*{next(iter(options))}"):
-        load_model("builtin", model_kwargs=options)
-
-
-def test_two_places_are_one_too_many() -> None:
-    with pytest.raises(InvalidOption, match="device 'cpu' and a device_map.*give one"):
-        load_model("builtin", device="cpu", model_kwargs={"device_map": "auto"})
-
-
-def test_a_path_that_is_not_there_is_no_hub_id_alone(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="there is no folder of this name"):
-        load_model("models/nothere", model_kwargs={"local_files_only": True})

@@ -16,10 +16,9 @@ from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
-from tests.support.chunks import tiny_fingerprint
+from tests.support.chunks import TINY
 from tests.support.stores import Files
 
-TINY = tiny_fingerprint()
 SECRET, DIGEST = b"s" * 32, TINY.digest
 VOCABULARY = 49_152
 
@@ -51,7 +50,6 @@ def entry(number: int, chunk: Sequence[int], namespace: str = "") -> Entry:
 
 
 def runs(found: Sequence[Occurrence]) -> list[tuple[int, int, int, int]]:
-    """(chunk, position, start, stop) of each."""
     return [
         (int(each.key, 16), run.position, run.start, run.stop)
         for each in found
@@ -172,13 +170,6 @@ def test_chunks_that_begin_alike(tmp_path: Path) -> None:
     for index in (memory(*chunks), on_disk(tmp_path, *chunks)):
         for number in (0, 20, 38):
             assert runs(find_runs(chunks[number], [index])) == [(number, 0, 0, 80)]
-
-
-def test_a_chunk_that_stands_there_twice_and_one_after_the_other() -> None:
-    one, two = ids(1, 40), ids(2, 30)
-    found = find_runs([*one, *one, *two, *one], [memory(one, two)])
-    assert runs(found) == [(0, 0, 0, 40), (0, 40, 0, 40), (1, 80, 0, 30), (0, 110, 0, 40)]
-    assert len(found) == 4
 
 
 def test_lines_of_a_chunk_that_are_quoted_are_one_occurrence() -> None:

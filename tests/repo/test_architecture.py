@@ -149,49 +149,6 @@ def test_papers_share_parts_only() -> None:
         assert {m for m in ours(paper) if m.startswith(ROOMS)} <= SHARED, paper
 
 
-def classes_of(module: str) -> set[str]:
-    return {node.name for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)}
-
-
-def names_in(node: ast.AST) -> set[str]:
-    """The last part of every name in an expression."""
-    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-
-
-def asked_what_they_are(source: ast.AST, parts: set[str]) -> list[int]:
-    """Lines that ask what kind a method, or a part of one, is, or what it is called."""
-    subjects = {"method", "chosen", "select", "recompute", "update", "attend"}
-    lines = []
-    for node in ast.walk(source):
-        if isinstance(node, ast.Call) and called(node) in ("isinstance", "issubclass", "type"):
-            kinds = set().union(*map(names_in, node.args[1:]))
-            if kinds & parts or names_in(node.args[0]) & subjects:
-                lines.append(node.lineno)
-        if isinstance(node, ast.Compare):
-            constants = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
-            named = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "name"]
-            is_text = any(isinstance(n.value, str) for n in constants)
-            if is_text and any(names_in(n.value) & {*subjects, "rule"} for n in named):
-                lines.append(node.lineno)
-    return sorted(lines)
-
-
-KINDS = {
-    name
-    for module in (*PAPERS, f"{PACKAGE}.methods.base", f"{PACKAGE}.methods.scoring")
-    for name in classes_of(module)
-}
-"""Methods' parts, and rules: all but the interfaces of rules, which the engine tells apart."""
-
-
-def test_no_method_and_no_rule_is_asked_what_it_is() -> None:
-    """A new one is a file of its own and a row of the table: nothing else knows it by kind."""
-    for module in SOURCES.keys() - PAPERS - SHARED:
-        if not module.startswith(f"{PACKAGE}.methods"):
-            assert not asked_what_they_are(tree(module), KINDS), module
-
-
 def test_nothing_stands_above_the_connectors() -> None:
     """``llama_index`` belongs to nobody: one ``__init__.py`` there hides everyone else's part."""
     outside = [m for m in SOURCES if room(m) == "connectors" and not m.startswith(CONNECTORS)]

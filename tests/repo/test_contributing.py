@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption
 from tests.support.models import tiny_model
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -66,8 +65,3 @@ def test_what_is_exact_and_what_the_prompt_does_not_hold_is_left_alone(example: 
     report = engine.generate(prompt, method=example.tail(), max_new_tokens=2).report
     assert report.reused == 3
     assert round(report.recompute_ratio * report.context_tokens) == 16  # of the second chunk alone
-
-
-def test_its_bad_options_are_named(example: Any) -> None:
-    with pytest.raises(InvalidOption, match="last=-1; it must be 0 or more"):
-        example.TailRecompute(last=-1)

@@ -112,31 +112,6 @@ def test_every_public_name_is_in_the_reference(
             assert {f"{module.path}.{name}", member.path} & shown, f"{module.path}.{name}"
 
 
-@pytest.mark.parametrize("module", (*PUBLIC, *CONTRACTS))
-def test_every_public_name_has_a_docstring(modules: dict[str, griffe.Object], module: str) -> None:
-    for name, member in public_members(modules[module]).items():
-        assert member.has_docstring, f"{module}.{name}"
-
-
-@pytest.mark.parametrize("module", (*PUBLIC, *CONTRACTS))
-def test_every_method_of_a_public_class_has_a_docstring(
-    modules: dict[str, griffe.Object], module: str
-) -> None:
-    """Its own, or that of the method of a contract that it is."""
-    contracts = {
-        function
-        for contract in CONTRACTS
-        for kind in public_members(modules[contract]).values()
-        for function, member in kind.members.items()
-        if kind.is_class and member.has_docstring
-    }
-    assert "put" in contracts
-    for kind in public_members(modules[module]).values():
-        functions = {n: m for n, m in kind.members.items() if m.is_function and n[0] != "_"}
-        bare = {name for name, member in functions.items() if not member.has_docstring}
-        assert not kind.is_class or bare <= contracts, (kind.path, bare - contracts)
-
-
 def test_the_table_of_methods_is_that_of_the_command() -> None:
     """If this fails, put what ``samkv methods --markdown`` prints into the page."""
     done = CliRunner().invoke(app, ["methods", "--markdown"])

@@ -10,12 +10,10 @@ import pytest
 
 import make_town_records as script
 from reference_model.world import World, is_held_out
-from tests.support.records import builtin
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOWN, ARCHIVE = script.FOLDERS["short"], script.FOLDERS["long"]
 PARAGRAPHS = EXAMPLES / "paragraphs"
-HEADER = "Documents:\n\n"
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -67,19 +65,6 @@ def test_every_name_was_kept_out_of_training() -> None:
     titles = [blocks_of(path)[0][0] for each in (TOWN, ARCHIVE) for path in each.glob("*.txt")]
     assert len(set(titles)) == len(titles) == 80
     assert all(any(word in new for word in title.split()) for title in titles)
-
-
-@pytest.mark.parametrize(("folder", "expected"), [(TOWN, (76, 98)), (ARCHIVE, (350, 454))])
-def test_tokens_of_a_document_do_not_merge_with_its_neighbours(
-    folder: Path, expected: tuple[int, int]
-) -> None:
-    model = builtin()
-    bodies = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))]
-    parts = [HEADER] + [part for body in bodies for part in (body, "\n\n")] + ["Question: Who?"]
-    apart = [model.tokenize(part, special=False) for part in parts]
-    assert model.tokenize("".join(parts), special=False) == sum(apart, [])
-    lengths = [len(ids) for ids in apart[1:-1:2]]
-    assert (min(lengths), max(lengths)) == expected  # as the README says
 
 
 def test_each_question_of_the_paragraphs_has_an_answer_that_one_of_them_states() -> None:

@@ -24,7 +24,6 @@ SERVER = "\n".join(
 
 
 def section(title: str) -> str:
-    """From a heading to the next one."""
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 

@@ -10,7 +10,6 @@ import sysconfig
 import tomllib
 import venv
 from collections.abc import Sequence
-from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -64,21 +63,6 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def names_in(wheel: Path) -> list[str]:
     with ZipFile(wheel) as archive:
         return archive.namelist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", THIN)
-def test_its_wheel_holds_metadata_alone(wheels: dict[str, Path], name: str) -> None:
-    wheel, version = wheels[name], project(ROOT)["version"]
-    folder = f"{name.replace('-', '_')}-{version}.dist-info/"
-    assert wheel.name == f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    assert all(each.startswith(folder) for each in names_in(wheel))
-    with ZipFile(wheel) as archive:
-        metadata = message_from_bytes(archive.read(f"{folder}METADATA"))
-        assert archive.read(f"{folder}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert metadata["Name"] == name
-    assert metadata.get_all("Requires-Dist") == [f"{MAIN}[{EXTRAS[name]}]=={version}"]
-    assert str(metadata.get_payload()).startswith(f"# {name}\n")
 
 
 @pytest.mark.slow

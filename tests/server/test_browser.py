@@ -201,26 +201,6 @@ def test_the_policy_is_kept_by_the_browser(page: Page) -> None:
         elsewhere.accept()
 
 
-def test_keys_of_the_board(page: Page) -> None:
-    page.write("question", "one", Keys.SHIFT + Keys.ENTER + Keys.NULL, "two")
-    assert page.one("question").get_attribute("value") == "one\ntwo"
-    assert not page.one("reply").is_displayed()
-    assert page.run("return document.activeElement.id") == "question"
-    reached = []
-    for _ in range(5):
-        page.driver.switch_to.active_element.send_keys(Keys.TAB)
-        reached.append(page.run("return document.activeElement.id"))
-    assert reached == ["collection", "top-k", "method", "ask", "chat"]  # stop has nothing to stop
-
-
-def test_every_field_has_a_name(page: Page) -> None:
-    fields = page.all("textarea, select, input")
-    assert len(fields) == 6
-    names = page.run("return arguments[0].map(f => f.labels[0]?.textContent.trim())", fields)
-    assert all(names)
-    assert all(button.accessible_name for button in page.all("button"))
-
-
 def test_an_error_is_shown(page: Page) -> None:
     page.run("document.getElementById('question').value = 'Why? '.repeat(5000)")
     page.one("ask").click()
@@ -230,18 +210,6 @@ def test_an_error_is_shown(page: Page) -> None:
     page.ask(QUESTION)
     page.wait_for_figures()
     assert page.error == ""
-
-
-@pytest.mark.parametrize("width", [320, 1200])
-def test_it_fits_the_screen(page: Page, width: int) -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    page.ask("How many people work at Zanzig Works?")
-    page.wait_for_figures()
-    for summary in page.all("#sources summary"):
-        summary.click()
-    assert page.run("return document.documentElement.scrollWidth") <= width
-    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(driver: Chrome, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import openai
 import pytest
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 from langchain_openai import ChatOpenAI, OpenAI
@@ -23,7 +22,7 @@ from tests.support.live_server import (
     QUESTION,
     LiveServer,
 )
-from tests.support.records import CHAT_TEMPLATE, RECORDS, TEXTS
+from tests.support.records import TEXTS
 
 
 @pytest.fixture
@@ -69,32 +68,6 @@ async def test_ainvoke_and_astream(llm: ChatOpenAI, expected: str) -> None:
     assert "".join([chunk.text async for chunk in llm.astream(QUESTION)]) == expected
 
 
-def test_batch(llm: ChatOpenAI, live: LiveServer) -> None:
-    context = "\n\n".join(TEXTS)
-    prompts = [
-        CHAT_TEMPLATE.format(context_str=context, query_str=record.question) for record in RECORDS
-    ]
-    answers = llm.batch(prompts)
-    expected = [live.answer([{"role": "user", "content": prompt}]) for prompt in prompts]
-    assert [answer.text for answer in answers] == expected
-    assert len(set(expected)) == len(RECORDS)
-    for answer in answers:
-        check_reused(answer)
-
-
-def test_a_system_message_and_a_conversation(llm: ChatOpenAI) -> None:
-    turns = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
-    answer = llm.invoke(turns)
-    check_reused(answer)
-    check_reused(llm.invoke([*turns, answer, HumanMessage("And who else?")]))
-
-
-def test_options_of_ours(llm: ChatOpenAI, live: LiveServer) -> None:
-    reusing = llm.bind(extra_body={"samkv": {"method": "reuse"}})
-    turn = {"role": "user", "content": QUESTION}
-    assert reusing.invoke(QUESTION).text == live.answer([turn], method="reuse")
-
-
 def test_the_llm_of_plain_strings(live: LiveServer) -> None:
     llm = OpenAI(
         model="builtin", base_url=live.url, api_key=KEY, max_tokens=MAX_TOKENS, temperature=0,
@@ -122,20 +95,6 @@ def test_a_chain_over_a_plain_chroma(llm: ChatOpenAI, live: LiveServer, tmp_path
     assert answer.text == live.answer([{"role": "user", "content": content}])
     assert ASKED.workers in answer.text
     check_reused(answer)
-
-
-def test_a_structured_answer(llm: ChatOpenAI) -> None:
-    schema = {
-        "title": "Workers",
-        "description": "How many people work there.",
-        "type": "object",
-        "properties": {"workers": {"type": "integer", "maximum": 9999, "minimum": 1000}},
-        "required": ["workers"],
-        "additionalProperties": False,
-    }
-    longer = ChatOpenAI(**{**llm.model_dump(exclude_unset=True), "max_tokens": 60})
-    answer = longer.with_structured_output(schema, method="json_schema").invoke(QUESTION)
-    assert isinstance(answer, dict) and 1000 <= answer["workers"] <= 9999
 
 
 def test_errors_are_those_of_the_client(llm: ChatOpenAI) -> None:

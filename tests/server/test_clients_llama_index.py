@@ -62,25 +62,12 @@ def test_stream_chat(llm: OpenAILike, expected: str) -> None:
     check_reused(answers[-1].raw)
 
 
-def test_stream_chat_with_usage(llm: OpenAILike, expected: str) -> None:
-    *_, last = llm.stream_chat(MESSAGES, stream_options={"include_usage": True})
-    assert last.message.content == expected
-    assert last.raw.usage.prompt_tokens_details.cached_tokens > 0
-
-
 async def test_achat_and_astream_chat(llm: OpenAILike, expected: str) -> None:
     answer = await llm.achat(MESSAGES)
     assert answer.message.content == expected
     check_reused(answer.raw)
     stream = await llm.astream_chat(MESSAGES)
     assert [answer async for answer in stream][-1].message.content == expected
-
-
-def test_complete_of_a_chat_model(llm: OpenAILike, expected: str) -> None:
-    """The prompt is a turn of the user's."""
-    answer = llm.complete(QUESTION)
-    assert answer.text == expected
-    check_reused(answer.raw)
 
 
 def test_complete(live: LiveServer) -> None:
@@ -90,16 +77,6 @@ def test_complete(live: LiveServer) -> None:
     check_reused(answer.raw)
     *_, last = llm.stream_complete(COMPLETION)
     assert last.text == answer.text
-
-
-async def test_acomplete(live: LiveServer) -> None:
-    answer = await llm_of(live, is_chat_model=False).acomplete(COMPLETION)
-    assert answer.text == live.answer(COMPLETION)
-
-
-def test_options_of_ours(live: LiveServer) -> None:
-    llm = llm_of(live, additional_kwargs={"extra_body": {"samkv": {"method": "reuse"}}})
-    assert llm.chat(MESSAGES).message.content == live.answer(CHAT, method="reuse")
 
 
 def test_a_query_engine_over_an_index(llm: OpenAILike, live: LiveServer) -> None:

@@ -18,7 +18,6 @@ from tests.support.live_server import (
     COMPLETION,
     KEY,
     MAX_TOKENS,
-    QUESTION,
     LiveServer,
     live_server,
 )
@@ -89,20 +88,6 @@ def test_a_streamed_chat_with_usage(client: OpenAI, expected: str) -> None:
     check_reused(last.usage, report_of(last))
 
 
-def test_a_streamed_completion(client: OpenAI, live: LiveServer) -> None:
-    stream = client.completions.create(
-        model="builtin", prompt=COMPLETION, max_tokens=MAX_TOKENS, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == live.answer(COMPLETION)
-
-
-def test_the_helper_that_gathers_a_stream(client: OpenAI, expected: str) -> None:
-    with client.chat.completions.stream(**ASK) as stream:
-        deltas = [event.delta for event in stream if event.type == "content.delta"]
-        answer = stream.get_final_completion()
-    assert "".join(deltas) == answer.choices[0].message.content == expected
-
-
 async def test_asynchronous_chats_at_once(live: LiveServer, expected: str) -> None:
     async with AsyncOpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
         asking = [client.chat.completions.create(**ASK) for _ in range(4)]
@@ -126,32 +111,6 @@ def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> 
     assert third.choices[0].message.content == second.choices[0].message.content
 
 
-def test_what_changes_no_answer_is_taken(client: OpenAI, expected: str) -> None:
-    part = {"type": "text", "text": CHAT[0]["content"], "cache_control": None}
-    answer = client.chat.completions.create(
-        **ASK | {"messages": [{"role": "user", "content": [part]}]},
-        n=1, user="u", metadata={"a": "b"}, store=False, stop=None, seed=None, logit_bias={},
-        safety_identifier="s", prompt_cache_key="k", service_tier="auto", tools=[],
-        presence_penalty=0, frequency_penalty=0, logprobs=False, parallel_tool_calls=False,
-    )  # fmt: skip
-    assert answer.choices[0].message.content == expected
-
-
-def test_options_of_ours(client: OpenAI, live: LiveServer) -> None:
-    answer = client.chat.completions.create(**ASK, extra_body={"samkv": {"method": "recompute"}})
-    assert report_of(answer)["method"] == "recompute"
-    answer = client.chat.completions.create(**ASK, extra_body={"samkv": {"method": "reuse"}})
-    assert answer.choices[0].message.content == live.answer(CHAT, method="reuse")
-
-
-def test_options_of_sampling(client: OpenAI, live: LiveServer) -> None:
-    sampled = {"temperature": 1.5, "top_p": 0.9, "seed": 3}
-    answer = client.chat.completions.create(**ASK, **sampled)
-    assert answer.choices[0].message.content == live.answer(CHAT, **sampled)
-    answer = client.chat.completions.create(**ASK, stop=["4"])
-    assert answer.choices[0].message.content == live.answer(CHAT, stop=["4"])
-
-
 def test_a_schema_is_kept_to(client: OpenAI) -> None:
     schema = {
         "type": "object",
@@ -171,12 +130,6 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("gpt-4o")
 
 
-def test_the_id_of_a_request(client: OpenAI) -> None:
-    headers = {"x-request-id": "mine-1"}
-    answer = client.chat.completions.with_raw_response.create(**ASK, extra_headers=headers)
-    assert answer.headers["x-request-id"] == "mine-1"
-
-
 @pytest.mark.parametrize("key", ["sk-of-somebody-else-1", "x"])
 def test_a_wrong_key(live: LiveServer, key: str) -> None:
     with client_of(live, key) as client, pytest.raises(openai.AuthenticationError) as caught:
@@ -190,26 +143,6 @@ def test_another_model(client: OpenAI) -> None:
         client.chat.completions.create(**ASK | {"model": "gpt-4o"})
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     assert "known: 'builtin'" in caught.value.message
-
-
-def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
-    long = [{"role": "user", "content": QUESTION * 20}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**ASK | {"messages": long})
-    assert caught.value.code == "context_length_exceeded"
-
-
-@pytest.mark.parametrize("more", [{"n": 2}, {"logprobs": True}, {"tools": [{"type": "function"}]}])
-def test_what_is_not_supported(client: OpenAI, more: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**ASK, **more)
-    assert caught.value.param == next(iter(more))
-    assert caught.value.type == "invalid_request_error"
-
-
-def test_nothing_there(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="openapi.json"):
-        client.embeddings.create(model="builtin", input="text")
 
 
 def test_too_many_at_once(tmp_path: Path, steps: Steps) -> None:

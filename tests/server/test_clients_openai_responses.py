@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from tests.support.live_server import CHAT, KEY, MAX_TOKENS, QUESTION, LiveServer
 from tests.support.records import TEXTS
@@ -65,20 +65,6 @@ def test_a_stream(client: OpenAI, expected: str) -> None:
     check_reused(events[-1].response)
 
 
-def test_the_helper_that_gathers_a_stream(client: OpenAI, expected: str) -> None:
-    with client.responses.stream(**ASK) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_response().output_text == expected
-
-
-async def test_asynchronous(live: LiveServer, expected: str) -> None:
-    async with AsyncOpenAI(base_url=live.url, api_key=KEY, max_retries=0) as client:
-        stream = await client.responses.create(**ASK, stream=True)
-        events = [event async for event in stream]
-        assert events[-1].response.output_text == expected
-
-
 def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> None:
     answer = client.responses.create(**ASK)
     part = {"type": "input_text", "text": "And who else?"}
@@ -122,11 +108,3 @@ def test_what_is_refused(client: OpenAI, more: dict[str, Any], param: str) -> No
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**ASK | more)
     assert str(caught.value.param).startswith(param)
-
-
-def test_what_changes_no_answer_is_taken(client: OpenAI, expected: str) -> None:
-    answer = client.responses.create(
-        **ASK, store=True, include=[], tools=[], tool_choice="auto", parallel_tool_calls=True,
-        truncation="disabled", metadata={"a": "b"}, service_tier="auto", user="u",
-    )  # fmt: skip
-    assert answer.output_text == expected

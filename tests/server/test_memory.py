@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,36 +16,9 @@ OF_GLIBC = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library"
 )
 
-COUNT_ARENAS = """
-import ctypes, os, sys, threading
-from samkv_integrations.server.run import spare_memory
-spare_memory()
-met = threading.Barrier(13)
-def work():
-    held = bytearray(20_000)
-    met.wait()
-    met.wait()
-for _ in range(12):
-    threading.Thread(target=work).start()
-met.wait()
-libc = ctypes.CDLL(None)
-libc.fdopen.restype = ctypes.c_void_p
-file = ctypes.c_void_p(libc.fdopen(1, b"w"))
-libc.malloc_info(0, file)
-libc.fflush(file)
-met.wait()
-"""
-
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.slow  # a process that imports the server
-@OF_GLIBC
-def test_threads_share_two_arenas() -> None:
-    done = subprocess.run([sys.executable, "-c", COUNT_ARENAS], stdout=subprocess.PIPE, check=True)
-    assert 1 <= done.stdout.count(b"<heap nr=") <= 2
 
 
 @OF_GLIBC

@@ -31,7 +31,6 @@ class Exchange:
             self.arrived.notify_all()
 
     def leave(self) -> None:
-        """Close the connection."""
         self.incoming.put_nowait({"type": "http.disconnect"})
 
     async def receive(self) -> dict[str, Any]:
@@ -118,5 +117,4 @@ class Client:
         return await self.post(path, body, **headers).end()
 
     async def got(self, path: str, **headers: str) -> Exchange:
-        """A GET, answered."""
         return await self.begin("GET", path, [b""], **headers).end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,16 +21,13 @@ from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
-from tests.support.chunks import decoded, random_chunk, tiny_fingerprint
+from tests.support.chunks import TINY, decoded, random_chunk
 from tests.support.models import turned
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 BLOCK = 4
 LAYERS = 4
 Entry = tuple[int, Tensor, Tensor]  # position, key (G, D) rotated, value (G, D)
-
-
-# --- requests ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,8 @@ class Case:
 
 
 def fingerprint(store_bits: int) -> Fingerprint:
-    return tiny_fingerprint(
-        n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=16, block_size=BLOCK,
+    return replace(
+        TINY, n_layers=LAYERS, n_heads=4, n_kv_heads=2, head_dim=16, block_size=BLOCK,
         store_bits=store_bits,
     )  # fmt: skip
 
@@ -143,9 +140,6 @@ def case_of(
         layout=layout,
         fingerprint=made_by,
     )
-
-
-# --- the reference -----------------------------------------------------------------------------
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
@@ -284,9 +278,6 @@ def reference(
         out.queries.append(queries)
     out.logits = model.hf.lm_head(model.hf.model.norm(hidden[n_tokens - 1]))
     return out
-
-
-# --- comparison --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,6 @@ class Page:
         self.one(id_).send_keys(*keys)
 
     def ask(self, question: str) -> None:
-        """Ask, by the key for it."""
         self.write("question", question, Keys.ENTER)
 
     def wait_for_figures(self) -> None:

@@ -38,7 +38,6 @@ class Bucket:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with which commands find it."""
         return environment_of(self._port)
 
     def start(self) -> None:
@@ -49,13 +48,11 @@ class Bucket:
         wait_until(self._answers, "the S3 server answers")
 
     def kill(self) -> None:
-        """With SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def n_chunks(self) -> int:
-        """Chunk files that it holds."""
         return len([*self._files()])
 
     def chunks(self) -> dict[str, bytes]:

@@ -1,4 +1,7 @@
-"""A collection linked with a folder of caches, and records that somebody else writes into it."""
+"""A collection linked with a folder of caches, and what is in both.
+
+store: a vector store of LangChain or LlamaIndex.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.records import KEY_FIELD
 from tests.support.records import builtin
 
 VECTOR = [1.0, 0.0]
@@ -21,7 +25,6 @@ def link_of(folder: Path, name: str = "town", *, namespace: str = "", size: int 
 
 
 def add_raw(link: ChromaLink, texts: dict[str, str | None], **metadata: Any) -> None:
-    """Records as another program writes them."""
     for id_, text in texts.items():
         link.collection.add(
             ids=[id_],
@@ -43,3 +46,32 @@ def any_bytes_of(link: ChromaLink, text: str) -> list[str]:
     assert len(part) > 8
     files = [file for file in link.engine.store.path.rglob("*") if file.is_file()]
     return [str(file) for file in files if part in file.read_bytes()]
+
+
+def files(store: Any) -> set[str]:
+    """Names of the files of caches, whatever the store says about them."""
+    kv = store.kv_link.engine.store
+    assert isinstance(kv, ChunkStore)
+    return {file.stem for file in kv.path.glob("*/*/*.safetensors")}
+
+
+def keys_of(store: Any, *texts: str) -> set[str]:
+    return {store.kv_link.engine.key_of(text) for text in texts}
+
+
+def records(store: Any) -> dict[str, tuple[str | None, str | None]]:
+    """id -> (document, key), as Chroma has them."""
+    rows = store.kv_link.collection.get(include=["documents", "metadatas"])
+    return {
+        id_: (text, (row or {}).get(KEY_FIELD))
+        for id_, text, row in zip(rows["ids"], rows["documents"], rows["metadatas"], strict=True)
+    }
+
+
+def assert_in_step(store: Any, *texts: str) -> None:
+    """The collection holds exactly these texts, and the folder exactly their caches."""
+    held = records(store)
+    assert sorted(text or "" for text, _ in held.values()) == sorted(texts)
+    key_of = store.kv_link.engine.key_of
+    assert all(key == key_of(text or "") for text, key in held.values())
+    assert files(store) == keys_of(store, *texts)

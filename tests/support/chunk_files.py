@@ -16,12 +16,10 @@ NAMESPACE = 'Müller "& co"'
 
 
 def encoded(chunk: ChunkCache, namespace: str = NAMESPACE, secret: bytes = SECRET) -> bytes:
-    """The file of ``chunk``."""
     return b"".join(encode(chunk, namespace, secret))
 
 
 def open_file(path: Path, chunk: ChunkCache) -> ChunkFile:
-    """The file at ``path``, which should be that of ``chunk``."""
     return ChunkFile(path, chunk.key, chunk.fingerprint, namespace=NAMESPACE, secret=SECRET)
 
 

@@ -15,56 +15,41 @@ from samkv_integrations.cache.chunk import (
 from samkv_integrations.cache.formats.quantise import groups
 from samkv_integrations.engine.engine import Engine
 
-
-def tiny_fingerprint(
-    *,
-    model: str = "tiny",
-    weights: str = "w0",
-    dtype: str = "float32",
-    n_layers: int = 2,
-    n_heads: int = 4,
-    n_kv_heads: int = 2,
-    head_dim: int = 8,
-    block_size: int = 4,
-    n_init: int = 1,
-    n_local: int = 2,
-    store_bits: int = 4,
-) -> Fingerprint:
-    """A fingerprint of a model that needs a few bytes a token."""
-    return Fingerprint(
-        model=model,
-        weights=weights,
-        config="c0",
-        tokenizer="t0",
-        dtype=dtype,
-        rope="default",
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        prefix="",
-        block_size=block_size,
-        n_init=n_init,
-        n_local=n_local,
-        store_bits=store_bits,
-    )
+TINY = Fingerprint(
+    model="tiny",
+    weights="w0",
+    config="c0",
+    tokenizer="t0",
+    dtype="float32",
+    rope="default",
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    prefix="",
+    block_size=4,
+    n_init=1,
+    n_local=2,
+    store_bits=4,
+)
+"""Of a model that needs a few bytes a token."""
 
 
 def random_chunk(
     seed: int,
     n_tokens: int,
-    fingerprint: Fingerprint | None = None,
+    fingerprint: Fingerprint = TINY,
     *,
     key: str | None = None,
     text: str | None = None,
 ) -> ChunkCache:
-    """A chunk cache with the shapes that ``fingerprint`` (default: a tiny one) asks for.
+    """A chunk cache with the shapes that ``fingerprint`` asks for.
 
     Its content is random: entries of normal keys and values, and block_means that are not those of
     its keys. Without ``key`` it gets one that follows from the seed and belongs to no store's
     secret.
     """
-    made_by = fingerprint or tiny_fingerprint()
+    made_by = fingerprint
     blocks = made_by.scheme.of(n_tokens)
     dtype, middle = made_by.torch_dtype, blocks.middle_blocks
     n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim

@@ -106,6 +106,5 @@ def _add_tokenizer(file: gguf.GGUFWriter) -> None:
 
 
 def same_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
-    """Whether all weights are equal, bit by bit."""
     mine, theirs = one.state_dict(), other.state_dict()
     return mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)

@@ -12,7 +12,6 @@ TYPED = f"[[samkv:{'0' * 32}]]"
 
 
 def issued(engine: Engine, text: str) -> str:
-    """A handle of a text that is cached."""
     handle = engine.issue_handle(text)
     assert handle is not None
     return handle

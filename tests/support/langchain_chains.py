@@ -44,9 +44,9 @@ from tests.support.pipelines import (
     TURNS,
     Ask,
     Asked,
-    model,
     title_of,
 )
+from tests.support.records import builtin
 
 MAX_TOKENS = 16
 
@@ -60,7 +60,7 @@ class Library:
 
     def __init__(self, asked: Sequence[Question]) -> None:
         self.questions = tuple(asked)
-        self.engine = Engine(model())
+        self.engine = Engine(builtin())
         bodies = [body for question in asked for body in question.documents]
         self.engine.cache_chunks(bodies)
         self.store = InMemoryVectorStore(OfflineEmbeddings())
@@ -108,13 +108,10 @@ def join(documents: Sequence[Document]) -> str:
     return "\n\n".join(document.page_content for document in documents)
 
 
-# -- chains ----------------------------------------------------------------------------------
-
 Make = Callable[[Setting], Ask]
 
 
 def lcel(setting: Setting, prompt: Runnable[Any, Any], llm: Runnable[Any, Any]) -> Runnable:
-    """The chain of every tutorial."""
     inputs = {"context": setting.retriever() | join, "question": RunnablePassthrough()}
     return inputs | prompt | llm | StrOutputParser()
 
@@ -216,7 +213,6 @@ def _retrieval_chain(setting: Setting) -> Ask:
 
 
 def _retrieval_qa(setting: Setting) -> Ask:
-    """With LangChain's own prompt."""
     chain = RetrievalQA.from_chain_type(
         setting.chat(), retriever=setting.retriever(), return_source_documents=True
     )

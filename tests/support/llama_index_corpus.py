@@ -47,8 +47,6 @@ class Lexical(BaseEmbedding):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """The records, ingested into a folder."""
-
     folder: Path
     engine: Engine
     index: VectorStoreIndex

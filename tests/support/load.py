@@ -87,7 +87,6 @@ class Load:
             assert not thread.is_alive(), "a client does not come back"
 
     def of(self, phase: str) -> list[Served]:
-        """The answers to what was asked in a phase."""
         with self._lock:
             return [one for one in self.served if one.phase == phase]
 
@@ -111,7 +110,6 @@ class Load:
         assert not self.failed, self.failed[:3]
 
     def figures(self, phase: str) -> str:
-        """What came of a phase, on one line."""
         served = self.of(phase)
         missed = sum((one.misses for one in served), Counter[str]())
         return (

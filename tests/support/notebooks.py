@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def printed(notebook: Any) -> list[str]:
-    """What each cell of code wrote to standard output."""
     return [
         "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
         for cell in notebook.cells
@@ -35,6 +34,5 @@ def executed(name: str) -> tuple[Any, Any]:
 
 
 def kept_and_executed(name: str) -> tuple[list[str], list[str]]:
-    """What the notebook's cells printed when it was kept, and what they print now."""
     kept, again = executed(name)
     return printed(kept), printed(again)

@@ -11,30 +11,18 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 
 from benchmarks.datasets import Question, load
 from samkv_integrations import AnswerStream, Engine
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.evaluation import f1_words
-from samkv_integrations.model import Model, load_model
+from tests.support.handles import HANDLE
 
 TOP_K = 4
 TURNS = 3
 """Questions a chat."""
 
-HANDLE = re.compile(r"\[\[samkv:[0-9a-f]{32}\]\]")
 _PIECE_OF_HANDLE = "samkv:"
-
-
-@cache
-def model() -> Model:
-    """The built-in model, loaded once, in float32 on the CPU: the same on every machine.
-
-    It is so small that a second thread only costs time.
-    """
-    torch.set_num_threads(1)
-    return load_model("builtin", device="cpu", dtype="float32")
 
 
 def title_of(body: str) -> str:
@@ -43,7 +31,6 @@ def title_of(body: str) -> str:
 
 
 def questions(number: int) -> list[Question]:
-    """So many of those that fit together."""
     return _questions()[:number]
 
 
@@ -159,7 +146,6 @@ class Outcome:
 
 
 def outcome(ask: Ask, question: str) -> Outcome:
-    """Ask and count."""
     with recorded() as made:
         asked = ask(question)
         calls = [call() for call in made]

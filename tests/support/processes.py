@@ -81,7 +81,6 @@ def kill_in_the_middle(process: int) -> int:
 
 
 def started(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """A command of ours, on one thread."""
     return subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,

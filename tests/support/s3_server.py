@@ -54,7 +54,6 @@ def s3_server() -> Iterator[dict[str, Any]]:
 
 
 def environment_of(port: int) -> dict[str, str]:
-    """Variables with which a command finds the server at a port."""
     return {
         "AWS_ENDPOINT_URL_S3": f"http://{HOST}:{port}",
         "AWS_ACCESS_KEY_ID": CREDENTIALS["key"],
@@ -127,7 +126,6 @@ class _Quiet(WSGIRequestHandler):
 
 
 def main() -> None:
-    """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True, help="where objects are kept")

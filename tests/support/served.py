@@ -31,7 +31,6 @@ def _engine(folder: Path) -> Engine:
 
 
 def engine_on(folder: Path) -> Engine:
-    """An engine that has cached the chunks in a store of its own."""
     if not (folder / "kv").exists():
         shutil.copytree(Path(_filled().name) / "kv", folder / "kv")
     engine = _engine(folder)

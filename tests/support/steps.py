@@ -53,7 +53,6 @@ class Steps:
 
     @property
     def n(self) -> int:
-        """Steps so far."""
         return len(self.batches)
 
     @property
@@ -62,12 +61,10 @@ class Steps:
         return next(iter(self.counts.values()))
 
     def hold(self) -> None:
-        """Let no step begin."""
         with self._changed:
             self._allowed = 0
 
     def allow(self, n: int) -> None:
-        """Let ``n`` more steps begin."""
         with self._changed:
             assert self._allowed is not None
             self._allowed += n
@@ -75,7 +72,6 @@ class Steps:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Let all steps begin."""
         with self._changed:
             self._allowed = None
             self._changed.notify_all()
@@ -94,6 +90,5 @@ class Steps:
             self.allow(1)
 
     def wait_for(self, n: int) -> None:
-        """Wait until ``n`` steps have begun."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.n >= n, PATIENCE_S)

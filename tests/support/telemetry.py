@@ -108,7 +108,6 @@ def _labels(attributes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def is_below(span: ReadableSpan, parent: Any) -> bool:
-    """Whether a span is a child of another one."""
     context = parent.get_span_context()
     return span.parent is not None and (span.parent.trace_id, span.parent.span_id) == (
         context.trace_id, context.span_id,
@@ -117,7 +116,6 @@ def is_below(span: ReadableSpan, parent: Any) -> bool:
 
 @contextmanager
 def listening() -> Iterator[Told]:
-    """Keep what is told in the block."""
     provider, reader, logs = _providers()
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

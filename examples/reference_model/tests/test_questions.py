@@ -1,4 +1,4 @@
-"""The recipe's questions for the benchmarks: what a line holds, and what the command refuses."""
+"""The recipe's questions for the benchmarks: what a line holds."""
 
 from __future__ import annotations
 
@@ -91,30 +91,3 @@ def test_no_name_is_one_that_training_draws(rows: list[dict[str, Any]]) -> None:
         assert all(words(title) & HELD_OUT for title in titles)
         everything = words(json.dumps([row["contexts"], row["question"], row["answers"]]))
         assert not everything & (DRAWN - HELD_OUT - {"Boris"})  # who has it for a first name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--length", "long", "--documents", "9"], "--documents 9: possible are 4 to 8"),
-        (
-            ["--length", "long", "--kind", "comparison"],
-            "--kind comparison: --length long has single-hop, two-hop, reference",
-        ),
-        (["--documents", "13"], "--documents 13: possible are 2 to 12"),
-        (
-            ["--kind", "reference", "--documents", "5"],
-            "--documents 5: possible are even numbers from 4 to 12",
-        ),
-        (["--questions", "0"], "--questions 0: at least 1"),
-        (["--kind", "needle"], "'needle' (choose from"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main([*arguments, "--output", str(tmp_path / "rows")])
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -1,22 +1,17 @@
-"""What the guide says of agents, model names, retrievers that combine others, and JSON."""
+"""What the guide says of agents."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, dynamic_prompt
-from langchain_classic.retrievers import EnsembleRetriever
-from langchain_core.documents import Document
-from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 
 from langchain_samkv import ChatSamKV
-from tests.support.langchain_chains import IN_SYSTEM, TEMPLATE, Library, Setting, join, lcel
+from tests.support.langchain_chains import IN_SYSTEM, Library, Setting, join
 from tests.support.pipelines import TOP_K, questions
 
 N_QUESTIONS = 2
@@ -60,34 +55,3 @@ def test_an_agent_streams(setting: Setting, question: str) -> None:
     agent = agent_of(setting.chat(), setting.retriever())
     pieces = agent.stream({"messages": [("human", question)]}, stream_mode="messages")
     assert "".join(piece.text for piece, _ in pieces).strip() == expected(setting)
-
-
-def test_documents_of_several_retrievers_are_found_once(setting: Setting, question: str) -> None:
-    parts = [setting.retriever(), setting.retriever(TOP_K + 2)]
-    llm = setting.chat()
-    inputs = {
-        "context": EnsembleRetriever(retrievers=parts, weights=[0.5, 0.5]) | join,
-        "question": lambda asked: asked,
-    }
-    message = (inputs | ChatPromptTemplate.from_template(TEMPLATE) | llm).invoke(question)
-    assert message.text.strip() == expected(setting)
-    assert llm.last_report is not None
-    assert llm.last_report.found == llm.last_report.reused == TOP_K + 2
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"indent": 2}, {"ensure_ascii": False}], ids=["plain", "indent", "letters"]
-)
-def test_contexts_as_json(setting: Setting, question: str, options: dict[str, Any]) -> None:
-    def as_json(found: Sequence[Document]) -> str:
-        rows = [{"source": each.metadata["title"], "text": each.page_content} for each in found]
-        return json.dumps(rows, **options)
-
-    write: Callable[[Sequence[Document]], str] = as_json
-    inputs = {"context": setting.retriever() | write, "question": lambda asked: asked}
-    llm = setting.chat()
-    message = (inputs | ChatPromptTemplate.from_template(TEMPLATE) | llm).invoke(question)
-    assert llm.last_report is not None and llm.last_report.reused == TOP_K
-    # and it is the answer of a prompt without JSON, for what the model reads of a chunk is the same
-    plain = lcel(setting, ChatPromptTemplate.from_template(TEMPLATE), setting.chat())
-    assert message.text == plain.invoke(question)

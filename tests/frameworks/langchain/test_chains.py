@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import Any, get_args
 
 import pytest
-from langchain_core.messages import AIMessage
-from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
-from langchain_samkv import SamKVDocumentCompressor, format_docs
-from langchain_samkv.documents import Mode
-from samkv_integrations.errors import TimedOut
-from tests.support.langchain_chains import CHAINS, TEMPLATE, Library, Setting, join, lcel
+from tests.support.langchain_chains import CHAINS, TEMPLATE, Library, Setting, lcel
 from tests.support.pipelines import (
     HANDLE,
     TOP_K,
@@ -70,87 +62,3 @@ def test_batches_of_different_questions(few: Library, ours: Setting) -> None:
         assert chain.batch(asked) == one_by_one
         assert asyncio.run(chain.abatch(asked)) == one_by_one
         assert [call().hits for call in calls] == [TOP_K] * 4 * FEW
-
-
-class TestTemplates:
-    TEXT = 'R&D is <b>"Orvik & Sons"</b>, a company of 4182 people. It makes the Fivane printer.'
-    QUESTION = "How many people work at Orvik & Sons?"
-
-    def answer(self, ours: Setting, template_format: Any, brackets: str) -> Any:
-        ours.library.engine.cache_chunks([self.TEXT])
-        left, right = brackets.split()
-        prompt = ChatPromptTemplate.from_messages(
-            [("human", TEMPLATE.replace("{", left).replace("}", right))],
-            template_format=template_format,
-        )
-        given = {"context": self.TEXT, "question": "How many people work there?"}
-        with recorded() as calls:
-            message = (prompt | ours.chat()).invoke(given)
-        (call,) = (call() for call in calls)
-        full = Setting(library=ours.library, method="recompute")
-        assert message.content == (prompt | full.chat()).invoke(given).content
-        return call
-
-    @pytest.mark.parametrize(
-        ("template_format", "brackets"),
-        [("f-string", "{ }"), ("mustache", "{{{ }}}"), ("jinja2", "{{ }}")],
-    )
-    def test_verbatim(self, ours: Setting, template_format: str, brackets: str) -> None:
-        call = self.answer(ours, template_format, brackets)
-        assert self.TEXT in call.prompt
-        assert (call.hits, call.misses) == (1, 0)
-
-    @pytest.mark.parametrize(
-        ("template_format", "brackets", "written"),
-        [("mustache", "{{ }}", "R&amp;D"), ("jinja2", "{{ |tojson}}", "R\\u0026D")],
-    )
-    def test_escaped(
-        self, ours: Setting, template_format: str, brackets: str, written: str
-    ) -> None:
-        """What the escapes leave as it was is taken from the cache, the rest is computed."""
-        call = self.answer(ours, template_format, brackets)
-        assert written in call.prompt and self.TEXT not in call.prompt
-        assert call.misses == 0
-
-
-class TestFallbacks:
-    @pytest.mark.parametrize("mode", get_args(Mode))
-    def test_to_another_model(self, few: Library, ours: Setting, mode: Mode) -> None:
-        """It reads what ours would have read: texts by default, and handles in the other modes."""
-        compressor = SamKVDocumentCompressor(
-            engine=few.engine, **({} if mode == "text" else {"mode": mode})
-        )
-        seen: list[Any] = []
-
-        def other(prompt: Any) -> AIMessage:
-            seen.append(prompt.to_string())
-            return AIMessage("the other model")
-
-        llm = ours.chat(timeout=1e-9).with_fallbacks(
-            [RunnableLambda(other)], exceptions_to_handle=(TimedOut,)
-        )
-        context = ours.retriever() | compressor.compress_documents
-        inputs = {
-            "context": context | partial(format_docs, handles=mode == "metadata"),
-            "question": RunnablePassthrough(),
-        }
-        chain = inputs | ChatPromptTemplate.from_template(TEMPLATE) | llm | StrOutputParser()
-        asked = few.questions[0].question
-        documents = ours.retriever().invoke(asked)
-        assert chain.invoke(asked) == "the other model"
-        texts = f"Human: {TEMPLATE.format(context=join(documents), question=asked)}"
-        if mode == "text":
-            assert seen == [texts] and not HANDLE.search(texts)
-        else:
-            assert len(HANDLE.findall(seen[0])) == TOP_K
-
-    def test_from_another_model(self, few: Library, ours: Setting) -> None:
-        def fail(prompt: Any) -> AIMessage:
-            raise ConnectionError
-
-        llm = RunnableLambda(fail).with_fallbacks([ours.chat()])
-        chain = lcel(ours, ChatPromptTemplate.from_template(TEMPLATE), llm)
-        question = few.questions[0]
-        with recorded() as calls:
-            assert question.answers[0] in chain.invoke(question.question)
-        assert [call().hits for call in calls] == [TOP_K]

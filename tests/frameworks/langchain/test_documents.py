@@ -16,7 +16,6 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_classic.retrievers.document_compressors import DocumentCompressorPipeline
 from langchain_core.documents import Document
-from langchain_core.language_models import FakeListLLM
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
 from langchain_core.tools import create_retriever_tool
@@ -113,19 +112,6 @@ class TestTransformer:
         assert RECORDS[0].workers in answer
         assert answers.reports[0].found == 2 and not answers.reports[0].chunk_misses
 
-    def test_mistakes(self, engine: Engine) -> None:
-        with pytest.raises(InvalidChunk, match="split it"):
-            SamKVDocumentTransformer(engine=engine).transform_documents(
-                documents(TEXTS[0], "word " * 5000)
-            )
-        assert not files(engine)
-        with pytest.raises(InvalidOption, match="either llm .* or engine"):
-            SamKVDocumentTransformer()
-        with pytest.raises(InvalidOption, match="FakeListLLM has no engine"):
-            SamKVDocumentTransformer(llm=FakeListLLM(responses=[""]))
-        with pytest.raises(TypeError, match="show"):
-            SamKVDocumentTransformer(engine=engine, show=True)  # type: ignore[call-arg]
-
 
 class TestCompressor:
     @pytest.mark.parametrize("mode", MODES)
@@ -162,24 +148,6 @@ class TestCompressor:
         silent, counted = answers.reports
         assert (silent.found, silent.chunk_misses) == (1, {})
         assert (counted.found, counted.chunk_misses) == (2, {"absent": 1})
-
-    def test_a_document_that_the_prompt_holds_in_part_is_used_in_part(
-        self, engine: Engine, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        engine.cache_chunks(TEXTS)
-        compressor = SamKVDocumentCompressor(engine=engine)
-        answers = Answers(engine)
-        retriever = retriever_of(documents(*TEXTS[:2]))
-
-        def cut(found: list[Document]) -> str:
-            return "\n\n".join([found[0].page_content, found[1].page_content[:-10] + "..."])
-
-        answers.chain(retriever | cut).invoke(QUESTION)
-        answers.chain(retriever | compressor.compress_documents | cut).invoke(QUESTION)
-        first, second = answers.reports
-        assert (first.found, first.chunk_misses) == (second.found, second.chunk_misses) == (2, {})
-        assert first.context_tokens == second.context_tokens
-        assert not caplog.records
 
     def test_on_miss(self, engine: Engine) -> None:
         engine.cache_chunks(TEXTS[:1])
@@ -279,16 +247,6 @@ class TestCompressor:
         for use in (sent.compress_documents, there.transform_documents):
             with pytest.raises(InvalidOption, match="came from another process"):
                 use(documents(TEXTS[0]))
-
-    def test_mistakes(self, engine: Engine) -> None:
-        with pytest.raises(InvalidOption, match="mode='handle'; allowed: text, metadata, replace"):
-            SamKVDocumentCompressor(engine=engine, mode="handle")  # type: ignore[arg-type]
-        with pytest.raises(InvalidOption, match="on_miss='no'; allowed: text, compute, error"):
-            SamKVDocumentCompressor(engine=engine, on_miss="no")  # type: ignore[arg-type]
-        with pytest.raises(InvalidOption, match="either llm .* or engine"):
-            SamKVDocumentCompressor()
-        with pytest.raises(TypeError, match="modus"):
-            SamKVDocumentCompressor(engine=engine, modus="text")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("content", [None, 7, b"bytes", ["a", "b"]])

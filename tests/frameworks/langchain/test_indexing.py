@@ -15,7 +15,8 @@ import samkv_integrations.engine.chunks
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidChunk
-from tests.support.langchain_store import Letters, assert_in_step, records
+from tests.support.chroma_link import assert_in_step, records
+from tests.support.langchain_store import Letters
 from tests.support.records import TEXTS, builtin
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None

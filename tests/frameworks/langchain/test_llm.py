@@ -23,7 +23,6 @@ from langchain_core.messages import (
     RemoveMessage,
     SystemMessage,
     ToolMessage,
-    trim_messages,
 )
 from langchain_core.runnables import ConfigurableField
 
@@ -32,7 +31,6 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import (
     HandleError,
     InvalidOption,
-    PromptTooLong,
     SamkvError,
     TimedOut,
 )
@@ -43,7 +41,7 @@ from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.model.model import Model
 from tests.support.asked import listen
 from tests.support.handles import issued
-from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.models import byte_tokenizer, hf_model
 from tests.support.records import (
     CHAT_TEMPLATE,
     COMPLETION_TEMPLATE,
@@ -256,13 +254,6 @@ class TestStrings:
                 model.batch(prompts)
             assert model.batch([]) == []
 
-    def test_any_model_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = tiny_model("llama")
-        monkeypatch.setattr(model.tokenizer, "chat_template", None)
-        assert isinstance(SamKV(engine=Engine(model), max_tokens=2).invoke("Hi"), str)
-        with pytest.raises(InvalidOption, match="'tiny-llama' has no chat template; use SamKV"):
-            ChatSamKV(engine=Engine(model))
-
 
 class TestArguments:
     def test_all_of_them_reach_the_engine(
@@ -344,33 +335,6 @@ class TestArguments:
             assert "hf_secret" not in f"{model!r}{model._identifying_params}{vars(model)}"
         hub = {"local_files_only": True, "token": "hf_secret"}
         assert asked[0]["model_kwargs"] == asked[0]["tokenizer_kwargs"] == hub
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"task": "translation"}, "task='translation'; allowed: text-generation"),
-            ({"backend": "openvino"}, "backend='openvino'; allowed: default"),
-            ({"device": 0, "device_map": "cpu"}, "give one"),
-            ({"pipeline_kwargs": {"return_full_text": True}}, "never repeats its prompt"),
-            (
-                {"pipeline_kwargs": {"num_beams": 2}},
-                "num_beams=2; there is no beam search",
-            ),
-            ({"batch_size": 4}, "argument of ChatSamKV 'batch_size'; known: api_key"),
-            ({"model": "other"}, "model='other', which was given as 'builtin' already; give one"),
-            (
-                {"pipeline_kwargs": {"max_new_tokens": 3}, "max_tokens": 4},
-                "max_tokens=4, which was given as 3 already; give one",
-            ),
-            (
-                {"pipeline_kwargs": {"max_tokens": 3, "max_new_tokens": 3}},
-                "same thing; give one",
-            ),
-        ],
-    )
-    def test_what_from_model_id_refuses(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(SamkvError, match=message):
-            ChatSamKV.from_model_id("builtin", **options)
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize(
@@ -479,33 +443,6 @@ class TestBadInput:
             with pytest.raises(InvalidOption, match=message):
                 call()
 
-    @pytest.mark.parametrize(
-        ("prompt", "error"),
-        [
-            ("salt " * 5000, PromptTooLong),
-            ("{cut} and so on", HandleError),
-        ],
-        ids=["too-long", "cut-handle"],
-    )
-    def test_prompts(
-        self, chat: ChatSamKV, llm: SamKV, prompt: str, error: type[Exception]
-    ) -> None:
-        prompt = prompt.format(cut=issued(chat.engine, ASKED.text)[:20])
-
-        async def astream(model: Any) -> None:
-            async for _ in model.astream(prompt):
-                pass
-
-        for model in (chat, llm):
-            for call in (model.invoke, lambda text, model=model: next(model.stream(text))):
-                with pytest.raises(error):
-                    call(prompt)
-            with pytest.raises(error):
-                asyncio.run(model.ainvoke(prompt))
-            with pytest.raises(error):
-                asyncio.run(astream(model))
-        assert chat.last_report is None
-
     def test_an_empty_prompt(self, llm: SamKV) -> None:
         assert isinstance(llm.invoke(""), str)  # BOS alone
 
@@ -519,12 +456,6 @@ class TestTokenCounts:
             assert model.get_num_tokens("") == 0
             assert model.get_token_ids("Hello you") == builtin().tokenize("Hello you", special=True)
             assert model.get_num_tokens(handle[:20]) == len(model.get_token_ids(handle[:20]))
-
-    def test_trimming(self, chat: ChatSamKV) -> None:
-        messages = [HumanMessage(TEXTS[0]), AIMessage("Well."), HumanMessage(TEXTS[1])]
-        room = chat.get_num_tokens(TEXTS[1]) + 10
-        kept = trim_messages(messages, max_tokens=room, token_counter=chat, start_on="human")
-        assert kept == messages[-1:]
 
 
 class TestTime:
@@ -662,31 +593,6 @@ class TestCopies:
         assert given[-1]["temperature"] == 0.9
         pieces = list(runnable.stream("Hello", {"configurable": {"heat": 0.0}}))
         assert len(pieces) > 2  # not made with streaming=False
-
-
-class TestManyAtOnce:
-    def test_twenty_tasks(self, chat: ChatSamKV, llm: SamKV) -> None:
-        async def whole(record: Record) -> str:
-            return (await chat.ainvoke(prompt_about(record))).content
-
-        async def streamed(record: Record) -> str:
-            chunks = [chunk.content async for chunk in chat.astream(prompt_about(record))]
-            return "".join(chunks)
-
-        async def string(record: Record) -> str:
-            return await llm.ainvoke(prompt_about(record, SamKV))
-
-        async def string_streamed(record: Record) -> str:
-            return "".join([p async for p in llm.astream(prompt_about(record, SamKV))])
-
-        forms = (whole, streamed, string, string_streamed)
-        asked = [RECORDS[place % len(RECORDS)] for place in range(20)]
-
-        async def all_at_once() -> list[str]:
-            calls = [forms[place % len(forms)](record) for place, record in enumerate(asked)]
-            return await asyncio.gather(*calls)
-
-        assert asyncio.run(all_at_once()) == [f" {record.workers}" for record in asked]
 
 
 class TestCallersThatGoAway:

@@ -17,9 +17,8 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVDocumentCompressor
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
-from samkv_integrations.prompt.resolve import OnMiss
 from tests.support.langchain_chains import TEMPLATE, join
-from tests.support.pipelines import model
+from tests.support.records import builtin
 
 RECORDS = Path(__file__).parents[3] / "examples" / "town_records"
 EMPLOYER, BIRTHPLACE = "Who does Felix Floksen work for?", "Where was Felix Floksen born?"
@@ -58,7 +57,7 @@ RETRIEVERS = {"ParentDocumentRetriever": of_parents, "MultiVectorRetriever": of_
 
 @pytest.fixture
 def llm() -> ChatSamKV:
-    engine = Engine(model(), method="samkv-guided")
+    engine = Engine(builtin(), method="samkv-guided")
     return ChatSamKV(engine=engine, max_tokens=16)
 
 
@@ -84,19 +83,3 @@ def test_a_parent_is_computed_once_and_reused_by_later_questions(llm: ChatSamKV,
     assert second.reused > 0 and second.reused + second.computed_now == second.found
     again = asked(llm, answering, EMPLOYER, "Vasumex Trading")
     assert (again.found, again.reused, again.computed_now) == (first.found, first.found, 0)
-
-
-@pytest.mark.parametrize("on_miss", ["text", "compute"])
-def test_by_default_the_llm_decides(llm: ChatSamKV, on_miss: OnMiss) -> None:
-    llm.on_miss = on_miss
-    compressor = SamKVDocumentCompressor(llm=llm)
-    answering = chain(llm, of_parents() | compressor.compress_documents)
-    first = asked(llm, answering, EMPLOYER, "Vasumex Trading")
-    assert first.chunk_misses == {"absent": first.found} != {"absent": 0}
-    assert first.computed_now == (first.found if on_miss == "compute" else 0)
-
-
-def test_parents_may_be_cached_at_ingest(llm: ChatSamKV) -> None:
-    llm.engine.cache_chunks([document.page_content for document in documents()])
-    report = asked(llm, chain(llm, of_parents()), EMPLOYER, "Vasumex Trading")
-    assert report.reused == report.found > 0

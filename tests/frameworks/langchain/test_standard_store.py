@@ -19,7 +19,8 @@ from langchain_tests.unit_tests import EmbeddingsUnitTests
 
 from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from tests.support.langchain_store import Letters, assert_in_step, files, records
+from tests.support.chroma_link import assert_in_step, files, records
+from tests.support.langchain_store import Letters
 from tests.support.models import tiny_model
 from tests.support.records import TEXTS
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from chromadb.api.models.Collection import Collection
 from chromadb.api.types import SearchResult
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
-from langchain_core.language_models import FakeListLLM
 
 import samkv_integrations.chroma.link
 import samkv_integrations.engine.chunks
@@ -24,16 +22,9 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption
+from tests.support.chroma_link import assert_in_step, files, keys_of, records
 from tests.support.chroma_server import HOST
-from tests.support.langchain_store import (
-    VECTOR,
-    Letters,
-    assert_in_step,
-    client_of,
-    files,
-    keys_of,
-    records,
-)
+from tests.support.langchain_store import VECTOR, Letters, client_of
 from tests.support.records import RECORDS, TEXTS, builtin
 
 
@@ -174,10 +165,6 @@ class TestAdd:
         assert_in_step(store, TEXTS[0])
         bare.delete(["a"])
         assert_in_step(store)
-
-    def test_images_are_refused(self, store: SamKVChroma) -> None:
-        with pytest.raises(InvalidOption, match="images have no chunk caches"):
-            store.add_images(["picture.png"])
 
 
 class TestUpdate:
@@ -334,11 +321,6 @@ class TestRead:
         assert ours
         assert all(set(each.metadata) == {"page"} for each in documents_of(ours))
 
-    def test_with_vectors(self, both: tuple[SamKVChroma, Chroma]) -> None:
-        ours, theirs = (store.similarity_search_with_vectors(TEXTS[2], 2) for store in both)
-        assert [each for each, _ in ours] == [each for each, _ in theirs]
-        assert [list(vector) for _, vector in ours] == [list(vector) for _, vector in theirs]
-
     def test_records_that_others_wrote(self, store: SamKVChroma, engine: Engine) -> None:
         store.kv_link.collection.add(ids=["r"], documents=[TEXTS[0]], embeddings=[VECTOR])
         ChromaLink(store.kv_link.collection, engine).add(["l"], TEXTS[1:2], [VECTOR])
@@ -363,15 +345,6 @@ class TestRead:
         for wrong in ({"ids": ["a", "a"]}, {"where": {"page": {"$no": 1}}}, {"include": ["x"]}):
             with pytest.raises(InvalidOption, match="collection 'ours' refused to be read"):
                 both[0].get(**wrong)
-
-    def test_records_as_they_are(self, both: tuple[SamKVChroma, Chroma]) -> None:
-        for options in (
-            {"ids": "a"}, {"where": {"page": 2}}, {"limit": 2, "offset": 1},
-            {"where_document": {"$contains": "music"}}, {"include": ["documents"]},
-        ):  # fmt: skip
-            ours, theirs = (store.get(**options) for store in both)
-            assert ours["ids"] == theirs["ids"] and ours["documents"] == theirs["documents"]
-            assert ours["ids"]
 
     def test_hybrid_search_shows_no_key(
         self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
@@ -442,24 +415,6 @@ class TestComponent:
         assert type(forked) is SamKVChroma and forked.kv_link.engine is store.kv_link.engine
         forked.add_texts(TEXTS[:1])
         assert_in_step(forked, TEXTS[0])
-
-    def test_mistakes(self, engine: Engine, tmp_path: Path) -> None:
-        folder = str(tmp_path / "chroma")
-        with pytest.raises(InvalidOption, match="either llm .* or engine"):
-            SamKVChroma("town", Letters(), folder)
-        with pytest.raises(InvalidOption, match="FakeListLLM has no engine"):
-            SamKVChroma("town", Letters(), folder, llm=FakeListLLM(responses=[""]))
-        with pytest.raises(InvalidOption, match="either llm .* or engine"):
-            SamKVChroma("town", Letters(), folder, llm=FakeListLLM(responses=[""]), engine=engine)
-        with pytest.raises(TypeError, match="persist_dir"):
-            SamKVChroma("town", Letters(), persist_dir=folder, engine=engine)  # type: ignore[call-arg]
-        with pytest.raises(InvalidOption, match="Only one of 'persist_directory', 'host'"):
-            SamKVChroma("town", Letters(), folder, host=HOST, engine=engine)
-        with pytest.raises(InvalidOption, match="collection name 'x'; give 3 to 512 letters"):
-            SamKVChroma("x", Letters(), folder, engine=engine)
-        inside = Engine(builtin(), ChunkStore(tmp_path / "chroma" / "kv"))
-        with pytest.raises(InvalidOption, match="inside Chroma's folder"):
-            SamKVChroma("town", Letters(), folder, engine=inside)
 
     def test_a_database_that_is_open_in_another_way(self, engine: Engine, tmp_path: Path) -> None:
         theirs = Chroma("town", Letters(), str(tmp_path / "chroma"))
@@ -540,20 +495,3 @@ class TestAcrossFrameworks:
 
 def _not_called(*arguments: object) -> None:
     raise AssertionError("nothing should have been computed")
-
-
-def test_progress_is_shown_chunk_by_chunk(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = partial(samkv_integrations.chroma.link.tqdm, mininterval=0)
-    monkeypatch.setattr(samkv_integrations.chroma.link, "tqdm", bar)
-    engine.cache_chunks(TEXTS[:1])
-    store = SamKVChroma("town", Letters(), engine=engine, show_progress=True)
-    store.add_texts([*TEXTS[:3], TEXTS[2]])  # one is cached, and one stands there twice
-    shown = capsys.readouterr().err
-    assert all(f" {n}/4 " in shown for n in (1, 2, 4)), shown
-    store.add_documents([Document(TEXTS[3])])
-    assert " 1/1 " in capsys.readouterr().err
-    store.delete_collection()
-    SamKVChroma.from_texts(TEXTS[:2], Letters(), engine=engine).delete_collection()
-    assert "caching" not in capsys.readouterr().err

@@ -12,7 +12,6 @@ import pytest
 from llama_index.core.llms import ChatMessage
 
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations.errors import PromptTooLong
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.records import RECORDS
 from tests.support.steps import Steps
@@ -21,14 +20,6 @@ pytest_plugins = ("tests.support.llama_index_fixtures",)
 pytestmark = pytest.mark.usefixtures("no_other_model")
 
 ENDLESS = "Documents:\n\n[Dunlux"  # a prompt that the model goes on with for long
-TOO_LONG = "salt " * 5000
-
-
-def _too_long(prompt: str) -> str:
-    """Longer than the window if it holds the question; an LLM measures its own functions too."""
-    return TOO_LONG + prompt if ASKED.question in prompt else prompt
-
-
 PATIENCE_S = 60
 
 
@@ -48,33 +39,6 @@ def answers_in_another_thread(corpus: Corpus, llm: SamKVLLM) -> None:
 
 
 class TestManyAtOnce:
-    def test_twenty_tasks(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-
-        async def whole(prompt: str) -> str:
-            return (await llm.acomplete(prompt)).text
-
-        async def chat(prompt: str) -> str:
-            return (await llm.achat(user(prompt))).message.content
-
-        async def stream(prompt: str) -> str:
-            return "".join([piece.delta async for piece in await llm.astream_complete(prompt)])
-
-        async def stream_chat(prompt: str) -> str:
-            return "".join([piece.delta async for piece in await llm.astream_chat(user(prompt))])
-
-        forms = (whole, chat, stream, stream_chat)
-        asked = [RECORDS[place % len(RECORDS)] for place in range(20)]
-        prompts = [cached_prompt(corpus, record=record) for record in asked]
-
-        async def all_at_once() -> list[str]:
-            calls = [forms[place % len(forms)](prompt) for place, prompt in enumerate(prompts)]
-            return await asyncio.gather(*calls)
-
-        one_by_one = [llm.complete(prompt).text for prompt in prompts]
-        assert one_by_one == [f" {record.workers}" for record in asked]
-        assert asyncio.run(all_at_once()) == one_by_one
-
     def test_interleaved_streams(self, corpus: Corpus) -> None:
         llm = corpus.llm()
         prompts = [cached_prompt(corpus, record=record) for record in RECORDS]
@@ -109,24 +73,6 @@ class TestCallersThatGoAway:
         answers_in_another_thread(corpus, llm)
         assert steps.of_the_first <= 6  # one of them was under way
 
-    def test_break_out_of_an_async_stream(self, corpus: Corpus, steps: Steps) -> None:
-        llm = corpus.llm()
-
-        async def leave_early() -> int:
-            n_pieces = 0
-            steps.hold()
-            steps.allow(5)
-            async for _ in await llm.astream_complete(ENDLESS, formatted=True, max_tokens=100):
-                n_pieces += 1
-                if n_pieces == 3:
-                    break
-            steps.release()
-            await asyncio.to_thread(answers_in_another_thread, corpus, llm)
-            assert steps.of_the_first <= 6
-            return len(asyncio.all_tasks())
-
-        assert asyncio.run(leave_early()) == 1
-
     @pytest.mark.parametrize("form", ["acomplete", "astream_chat"])
     def test_cancelled_task(self, corpus: Corpus, steps: Steps, form: str) -> None:
         llm = corpus.llm()
@@ -153,35 +99,3 @@ class TestCallersThatGoAway:
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         asyncio.run(cancel_on_the_way())
-
-
-class TestFailures:
-    """They reach the caller, whoever that is, and a stream's before its first piece."""
-
-    @pytest.mark.parametrize(
-        "form",
-        # LlamaIndex does not see what these add when it packs a prompt
-        [
-            {"completion_to_prompt": _too_long},
-            {"messages_to_prompt": lambda messages: _too_long(messages[-1].content)},
-        ],
-        ids=["completion", "chat"],
-    )
-    def test_through_a_query_engine(self, corpus: Corpus, form: dict[str, Any]) -> None:
-        llm = corpus.llm(**form)
-        whole = corpus.query_engine(llm, use_async=True)
-        streaming = corpus.query_engine(llm, streaming=True, use_async=True)
-
-        async def first_piece() -> None:
-            response = await streaming.aquery(ASKED.question)
-            await anext(response.async_response_gen())
-
-        with pytest.raises(PromptTooLong):
-            whole.query(ASKED.question)
-        with pytest.raises(PromptTooLong):
-            asyncio.run(whole.aquery(ASKED.question))
-        # LlamaIndex calls a streaming LLM when the first piece is asked for
-        with pytest.raises(PromptTooLong):
-            next(streaming.query(ASKED.question).response_gen)
-        with pytest.raises(PromptTooLong):
-            asyncio.run(first_piece())

@@ -11,7 +11,7 @@ import pytest
 from llama_index.core import PromptTemplate
 
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
+from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.model.model import Model
 from tests.support.asked import listen
 from tests.support.llama_index_corpus import Corpus, cached_prompt
@@ -41,15 +41,6 @@ class TestLoadedModels:
         assert llm.context_window == 4096
         other = SamKVLLM(model=hf_model("llama"), tokenizer=tokenizer, model_name="another label")
         assert other.engine.fingerprint.digest == llm.engine.fingerprint.digest
-
-    def test_name_of_a_model_without_one(self, folder: Path) -> None:
-        tokenizer = byte_tokenizer(bos=True)
-        assert SamKVLLM(model=hf_model("llama"), tokenizer=tokenizer).model_name == (
-            "LlamaForCausalLM"
-        )
-        loaded = type(hf_model("llama")).from_pretrained(folder / "model")
-        llm = SamKVLLM(model=loaded, tokenizer_name=str(folder / "tokenizer"))
-        assert llm.model_name == str(folder / "model")
 
     def test_tokenizer_of_another_place(self, folder: Path) -> None:
         by_name = SamKVLLM(
@@ -105,10 +96,6 @@ class TestLoadedModels:
         ):
             with pytest.raises(InvalidOption, match=f"{name}.*leave out"):
                 corpus.llm(**{name: value})
-
-    def test_what_is_no_model(self) -> None:
-        with pytest.raises(UnsupportedModel, match="a dict is no transformers model"):
-            SamKVLLM(model={}, tokenizer=byte_tokenizer(bos=True))
 
     def test_outputs_that_never_come(self, corpus: Corpus) -> None:
         llm = corpus.llm(tokenizer_outputs_to_remove=["token_type_ids", "attention_mask"])
@@ -167,21 +154,6 @@ class TestGenerateKwargs:
         seen = self.spied(monkeypatch)
         corpus.llm(generate_kwargs=always).complete("Hello", **call)
         assert seen[0].get("temperature") == temperature and "do_sample" not in seen[0]
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"do_sample": True, "temperature": 0}, "do_sample=True and temperature=0 contradict"),
-            ({"do_sample": "yes"}, "do_sample='yes'; it must be True or False"),
-            ({"top_k": -1}, "top_k=-1"),
-            ({"stop": [""]}, r"stop=\[''\]; it must be"),
-        ],
-    )
-    def test_wrong_values(self, corpus: Corpus, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(InvalidOption, match=message):
-            corpus.llm(generate_kwargs=options)
-        with pytest.raises(InvalidOption, match=message):
-            corpus.llm().complete("Hello", **options)
 
 
 class TestQueryWrapperPrompt:

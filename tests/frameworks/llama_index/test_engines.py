@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from llama_index.core import Document
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
@@ -22,8 +21,8 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.errors import ChunkNotCached, InvalidChunk, InvalidOption
-from tests.support.handles import HANDLE, issued, spelled_out
+from samkv_integrations.errors import InvalidChunk, InvalidOption
+from tests.support.handles import HANDLE, spelled_out
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, ingest
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -74,18 +73,6 @@ class TestQueryEngine:
 
 
 class TestMisses:
-    @pytest.mark.parametrize("content", [b"", b"Another text."])
-    def test_a_handle_needs_no_sound_cache(
-        self, own_corpus: Corpus, prompts: list[Any], content: bytes
-    ) -> None:
-        own_corpus.key_file(ASKED.text).write_bytes(content)
-        llm = own_corpus.llm()
-        response = own_corpus.query_engine(llm).query(ASKED.question)
-        assert str(response).strip() == ASKED.workers
-        assert ASKED.text not in prompts[0][-1]["content"]
-        assert llm.last_report.found == TOP_K
-        assert sum(llm.last_report.chunk_misses.values()) == 1
-
     def test_chunk_that_the_store_never_knew_is_text(
         self, own_corpus: Corpus, prompts: list[Any]
     ) -> None:
@@ -109,35 +96,6 @@ class TestMisses:
         assert str(response).strip() == "2222"
         assert edited in prompts[0][-1]["content"]
         assert response.source_nodes[0].node.text == edited
-
-    def test_compute_caches_what_is_missing_in_one_pass(
-        self, own_corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = own_corpus.engine
-        llm = own_corpus.llm()
-        sources = own_corpus.query_engine(llm).query(ASKED.question).source_nodes
-        keys = {engine.key_of(source.node.text) for source in sources[:2]}
-        for key in keys:
-            engine.store.delete(key)
-        passes, prefill = [], samkv_integrations.engine.chunks.prefill
-
-        def counted(model: Any, chunks: Any, *rest: Any) -> Any:
-            passes.append({chunk.key for chunk in chunks})
-            return prefill(model, chunks, *rest)
-
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", counted)
-        postprocessor = SamKVPostprocessor(engine=engine, mode="handle", on_miss="compute")
-        query_engine = own_corpus.query_engine(llm, postprocessor=postprocessor)
-        for _ in range(2):  # the second time nothing is missing
-            assert str(query_engine.query(ASKED.question)).strip() == ASKED.workers
-            assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-            assert passes == [keys]
-
-    def test_llm_can_refuse_a_lost_cache_too(self, own_corpus: Corpus) -> None:
-        handle = issued(own_corpus.engine, ASKED.text)
-        own_corpus.key_file(ASKED.text).unlink()
-        with pytest.raises(ChunkNotCached, match="absent"):
-            own_corpus.llm(on_miss="error").complete(f"Documents:\n\n{handle}")
 
 
 class TestPostprocessor:
@@ -183,14 +141,6 @@ class TestPostprocessor:
         assert travelled.node.get_content(MetadataMode.LLM) == ASKED.text
         with pytest.raises(InvalidOption, match="another process"):
             pickle.loads(pickle.dumps(postprocessor)).postprocess_nodes(nodes)
-
-    def test_mistakes(self, corpus: Corpus) -> None:
-        with pytest.raises(InvalidOption, match="on_miss='skip'; allowed: text, compute, error"):
-            SamKVPostprocessor(engine=corpus.engine, on_miss="skip")
-        with pytest.raises(InvalidOption, match="give either llm"):
-            SamKVPostprocessor()
-        with pytest.raises(InvalidOption, match="MockLLM has no engine; give an LLM of"):
-            SamKVPostprocessor(llm=MockLLM())
 
 
 class TestCacheTransform:
@@ -243,22 +193,6 @@ class TestCacheTransform:
         transform([TextNode(text=ASKED.text)])
         store = ChunkStore(folder, namespace="town")
         assert Engine(model, store, store_bits=8).is_cached(ASKED.text)
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"kv_dir": "kv"}, "model_name and kv_dir"),
-            ({"model_name": "builtin"}, "without kv_dir"),
-            ({"model_name": "builtin", "engine": None}, "leave the other arguments out"),
-            ({"namespace": "town", "engine": None}, "leave the other arguments out"),
-        ],
-    )
-    def test_arguments_that_do_not_say_what_caches(
-        self, corpus: Corpus, arguments: dict[str, Any], message: str
-    ) -> None:
-        given = {"engine": corpus.engine} if "engine" in arguments else {}
-        with pytest.raises(InvalidOption, match=message):
-            SamKVCacheTransform(**arguments | given)
 
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch

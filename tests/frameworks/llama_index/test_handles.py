@@ -21,7 +21,6 @@ from tests.support.records import RECORDS, builtin
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 
-ROOT = Path(__file__).parents[3]
 SECRET = RECORDS[0]
 
 
@@ -81,14 +80,6 @@ class TestDocumentsThatSpeakOfHandles:
     def test_they_are_indexed_and_asked_about(self, counted: SamKVLLM) -> None:
         index = VectorStoreIndex.from_documents([Document(text=self.TEXT)], embed_model=Lexical())
         assert str(index.as_query_engine(llm=counted).query(f"What is {TYPED} [[samkv?"))
-
-    def test_this_project_s_own_guides_are_ingested(self, counted: SamKVLLM) -> None:
-        texts = [(ROOT / "docs" / name).read_text() for name in ("llama-index.md", "langchain.md")]
-        assert all("[[samkv" in text for text in texts)
-        index = VectorStoreIndex.from_documents(
-            [Document(text=text) for text in texts], embed_model=Lexical()
-        )
-        assert len(index.docstore.docs) > 2
 
     def test_counting_never_raises(self, corpus: Corpus) -> None:
         llm = corpus.llm()

@@ -18,7 +18,7 @@ from llama_index.core.llms import ChatMessage, MessageRole
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.errors import HandleError, InvalidOption, PromptTooLong, UnknownOption
+from samkv_integrations.errors import InvalidOption, PromptTooLong
 from tests.support.handles import HANDLE, issued
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.models import tiny_model
@@ -226,13 +226,6 @@ class TestPrompts:
         llm.chat([ChatMessage(role="user", content="Hi")])
         assert prompts == ["user: Hi\nassistant: "]
 
-    def test_a_cut_handle_raises(self, corpus: Corpus) -> None:
-        llm, handle = corpus.llm(), issued(corpus.engine, ASKED.text)
-        with pytest.raises(HandleError, match="something cut"):
-            llm.complete(f"Documents:\n\n{handle[:20]}")
-        with pytest.raises(HandleError, match="something cut"):
-            llm.chat([ChatMessage(role="user", content=f"{handle[2:]} and so on")])
-
 
 class TestTokenCounter:
     def test_handle_counts_as_its_chunk(self, corpus: Corpus) -> None:
@@ -271,37 +264,6 @@ class TestConfiguration:
             assert shortened == text[: text.index(stop)]
         always = corpus.llm(generate_kwargs={"stop": [stop]})
         assert always.complete(prompt, formatted=True).text == shortened
-
-    def test_values_out_of_range(self, corpus: Corpus) -> None:
-        window = corpus.engine.model.context_window
-        for options, message in (
-            ({"generate_kwargs": {"temperature": -1}}, "temperature=-1"),
-            ({"generate_kwargs": {"top_p": 0}}, "top_p=0"),
-            ({"on_miss": "skip"}, "on_miss='skip'; allowed: text, compute, error"),
-            (
-                {"context_window": window + 1},
-                f"context_window={window + 1}; 'builtin' has {window}",
-            ),
-            ({"context_window": 12}, "max_new_tokens=12 leaves no room"),
-            ({"model_name": "other"}, "model_name='other'.*'builtin'"),
-            ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
-            ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
-            ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
-            ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),
-            ({"dtype": "bfloat16"}, "dtype='bfloat16'.*'float32'"),
-        ):
-            with pytest.raises(InvalidOption, match=message):
-                corpus.llm(**options)
-        with pytest.raises(UnknownOption, match="method 'magic'"):
-            corpus.llm(method="magic")
-        with pytest.raises(UnknownOption, match="eviction 'magic'"):
-            corpus.llm(eviction="magic")
-        with pytest.raises(InvalidOption, match="give model_name"):
-            SamKVLLM()
-        with pytest.raises(InvalidOption, match="max_tokens and max_new_tokens"):
-            corpus.llm().complete("Hello", max_tokens=1, max_new_tokens=1)
-        with pytest.raises(InvalidOption, match="max_tokens=0"):
-            corpus.llm().complete("Hello", max_tokens=0)
 
     def test_store_bits_are_those_of_the_engine(self, corpus: Corpus) -> None:
         assert corpus.llm().store_bits == corpus.engine.store_bits == 4

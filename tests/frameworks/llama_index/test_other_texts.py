@@ -21,7 +21,7 @@ from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
 from samkv_integrations.engine.report import Report
-from tests.support.pipelines import model
+from tests.support.records import builtin
 
 RECORDS = Path(__file__).parents[3] / "examples" / "town_records"
 EMPLOYER, BIRTHPLACE = "Who does Felix Floksen work for?", "Where was Felix Floksen born?"
@@ -69,7 +69,7 @@ ENGINES = {"sentence windows": of_windows, "AutoMergingRetriever": of_parents}
 
 @pytest.fixture
 def llm() -> SamKVLLM:
-    return SamKVLLM(engine=Engine(model(), method="samkv-guided"), max_new_tokens=16)
+    return SamKVLLM(engine=Engine(builtin(), method="samkv-guided"), max_new_tokens=16)
 
 
 def asked(llm: SamKVLLM, engine: BaseQueryEngine, question: str, answer: str) -> Report:
@@ -88,15 +88,3 @@ def test_a_text_is_computed_once_and_reused_by_later_questions(llm: SamKVLLM, na
     assert second.reused > 0 and second.reused + second.computed_now == second.found
     again = asked(llm, engine, EMPLOYER, "Vasumex Trading")
     assert (again.found, again.reused, again.computed_now) == (first.found, first.found, 0)
-
-
-def test_before_the_replacement_it_announces_sentences(llm: SamKVLLM) -> None:
-    """So that the order which the guide names is one that matters."""
-    index = VectorStoreIndex(sentences(), embed_model=OfflineEmbedding())
-    wrong = [
-        SamKVPostprocessor(llm=llm, on_miss="compute"),
-        MetadataReplacementPostProcessor("window"),
-    ]
-    engine = index.as_query_engine(llm=llm, similarity_top_k=6, node_postprocessors=wrong)
-    sources = engine.query(EMPLOYER).source_nodes
-    assert sources and not any(llm.engine.is_cached(node.get_content()) for node in sources)

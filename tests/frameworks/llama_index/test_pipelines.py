@@ -65,10 +65,10 @@ from tests.support.pipelines import (
     Asked,
     assert_answers_from_caches,
     bodies_in,
-    model,
     questions,
     title_of,
 )
+from tests.support.records import builtin
 
 # of LlamaIndex's agents, about themselves
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -92,7 +92,7 @@ class Library:
         self.exits.enter_context(mock.patch.object(Settings, "_llm", MockLLM()))
         self.folder = folder
         self.questions = tuple(asked)
-        self.engine = Engine(model(), ChunkStore(folder / "kv"))
+        self.engine = Engine(builtin(), ChunkStore(folder / "kv"))
         self.collections: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document, Settings, VectorStoreIndex
-from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.llms import ChatMessage
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle, TextNode
@@ -23,7 +20,6 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong
-from tests.support.handles import HANDLE
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -117,29 +113,6 @@ class TestOnlyTheLlmIsSwapped:
 
 
 class TestTextMode:
-    def test_prompts_sources_and_traces_hold_texts(
-        self, corpus: Corpus, prompts: list[Any]
-    ) -> None:
-        debug = LlamaDebugHandler(print_trace_on_end=False)
-        llm = corpus.llm(callback_manager=CallbackManager([debug]))
-        seen = _Everything()
-        spans = _Spans()
-        dispatcher = get_dispatcher()
-        dispatcher.event_handlers.append(seen)
-        dispatcher.span_handlers.append(spans)
-        try:
-            response = ask(corpus, llm, SamKVPostprocessor(llm=llm))
-        finally:
-            dispatcher.event_handlers.remove(seen)
-            dispatcher.span_handlers.remove(spans)
-        assert ASKED.workers in str(response)
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-        assert len(seen.seen) > 5 and len(spans.seen) > 5
-        assert ASKED.text in repr(prompts) or ASKED.text in prompts[0][-1]["content"]
-        events = [event.payload for event in debug.get_events()]
-        for trace in (prompts, events, seen.seen, spans.seen, response, response.source_nodes):
-            assert not HANDLE.search(repr(trace))
-
     def test_the_key_is_hidden_from_prompts(self, corpus: Corpus) -> None:
         # as in records that no pipeline of LlamaIndex has written
         node = TextNode(text=ASKED.text, metadata={KEY_FIELD: "0" * 32, "file": "a.txt"})
@@ -202,15 +175,6 @@ class TestWithoutCaches:
         assert str(ask(own_corpus, llm, computing)) == before
         assert llm.last_report.chunk_misses == {"absent": TOP_K}
 
-    def test_another_folder(self, corpus: Corpus, tmp_path: Path) -> None:
-        llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "wrong", max_new_tokens=12)
-        assert ASKED.workers in str(ask(corpus, llm, SamKVPostprocessor(llm=llm)))
-        assert llm.last_report.chunk_misses == {"absent": TOP_K}
-        # and when it has been filled, it is as good as the right one
-        postprocessor = SamKVPostprocessor(llm=llm, on_miss="compute")
-        assert ASKED.workers in str(ask(corpus, llm, postprocessor))
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-
     def test_the_prompt_does_not_fit(self, corpus: Corpus) -> None:
         llm = corpus.llm(context_window=150)  # for which LlamaIndex packs; the model has more
         with pytest.raises(PromptTooLong, match="context window of 4096 .*retrieve fewer"):
@@ -228,23 +192,3 @@ class _CutFirst(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         cut = TextNode(text=nodes[0].text[:-10])
         return [NodeWithScore(node=cut), *nodes[1:]]
-
-
-class _Everything(BaseEventHandler):
-    seen: list[Any] = []
-
-    def handle(self, event: Any, **kwargs: Any) -> None:
-        self.seen.append(event)
-
-
-class _Spans(BaseSpanHandler):
-    seen: list[Any] = []
-
-    def new_span(self, id_: str, bound_args: Any, **kwargs: Any) -> None:
-        self.seen.append(bound_args.arguments)
-
-    def prepare_to_exit_span(self, id_: str, bound_args: Any, result: Any = None, **_: Any) -> None:
-        self.seen.append(result)
-
-    def prepare_to_drop_span(self, id_: str, bound_args: Any, err: Any = None, **_: Any) -> None:
-        self.seen.append(err)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, VectorStoreIndex
+from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms.mock import MockLLM
@@ -34,9 +34,12 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from tests.support.chroma_link import client_of
+from tests.support.chroma_link import assert_in_step, client_of, files, keys_of, records
 from tests.support.chroma_server import HOST
 from tests.support.records import RECORDS, TEXTS, builtin
+
+pytest_plugins = ("tests.support.llama_index_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_other_model")
 
 VECTOR = [1.0, 0.0, 0.0, 0.0]
 
@@ -52,14 +55,6 @@ class Letters(BaseEmbedding):
 
     async def _aget_query_embedding(self, query: str) -> list[float]:
         return self._get_text_embedding(query)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_other_model() -> Iterator[None]:
-    """LlamaIndex makes a remote model wherever it was given none: none of that here."""
-    Settings.llm = MockLLM()
-    yield
-    Settings.llm = None
 
 
 @pytest.fixture
@@ -96,58 +91,14 @@ def node(id_: str, text: str, doc_id: str | None = None, **metadata: Any) -> Tex
     return made
 
 
-def files(store: SamKVChromaVectorStore) -> set[str]:
-    """Names of the files of caches, whatever the store says about them."""
-    kv = store.kv_link.engine.store
-    assert isinstance(kv, ChunkStore)
-    return {file.stem for file in kv.path.glob("*/*/*.safetensors")}
-
-
-def keys_of(store: SamKVChromaVectorStore, *texts: str) -> set[str]:
-    return {store.kv_link.engine.key_of(text) for text in texts}
-
-
-def records(store: SamKVChromaVectorStore) -> dict[str, tuple[str | None, str | None]]:
-    """id -> (document, key), as Chroma has them."""
-    rows = store.client.get(include=["documents", "metadatas"])
-    return {
-        id_: (text, (row or {}).get(KEY_FIELD))
-        for id_, text, row in zip(rows["ids"], rows["documents"], rows["metadatas"], strict=True)
-    }
-
-
-def in_step(store: SamKVChromaVectorStore, *texts: str) -> None:
-    """The collection holds exactly these texts, and the folder exactly their caches."""
-    held = records(store)
-    assert sorted(text or "" for text, _ in held.values()) == sorted(texts)
-    key_of = store.kv_link.engine.key_of
-    assert all(key == key_of(text or "") for text, key in held.values())
-    assert files(store) == keys_of(store, *texts)
-
-
 class TestAdd:
     def test_records_and_caches(self, either: SamKVChromaVectorStore) -> None:
         nodes = [node("a", TEXTS[0], "doc", page=3), node("b", f" {TEXTS[1]}\n", file=None)]
         assert either.add(nodes) == ["a", "b"]
-        in_step(either, TEXTS[0], f" {TEXTS[1]}\n")
+        assert_in_step(either, TEXTS[0], f" {TEXTS[1]}\n")
         rows = dict(zip(*(either.client.get()[name] for name in ("ids", "metadatas")), strict=True))
         assert rows["a"]["page"] == 3 and rows["a"]["document_id"] == "doc"
         assert rows["b"]["file"] == ""  # as upstream writes None
-
-    def test_nodes_of_the_transform_are_looked_up_and_not_read(
-        self, store: SamKVChromaVectorStore, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        nodes = [node("a", TEXTS[0]), node("b", TEXTS[1])]
-        SamKVCacheTransform(engine=engine)(nodes)
-        opened = []
-        open_ = engine.store.open
-        monkeypatch.setattr(
-            engine.store, "open", lambda *args: (opened.append(args[0]), open_(*args))[1]
-        )
-        nodes[1].set_content(TEXTS[2])  # its key is that of a former text
-        store.add(nodes)
-        assert set(opened) == keys_of(store, TEXTS[2])
-        assert records(store)["b"] == (TEXTS[2], engine.key_of(TEXTS[2]))
 
     def test_images_and_empty_nodes_have_no_key(self, store: SamKVChromaVectorStore) -> None:
         image = ImageNode(id_="i", text="a caption", image_url="http://x/y", embedding=VECTOR)
@@ -177,7 +128,7 @@ class TestAdd:
         ):
             with pytest.raises(error, match=match):
                 store.add([good, bad])
-        in_step(store, TEXTS[5])
+        assert_in_step(store, TEXTS[5])
         assert store.add([]) == []
 
 
@@ -187,7 +138,7 @@ class TestDelete:
         store.add([node(k, t, kind=x) for k, t, x in zip("abcd", TEXTS, kinds, strict=False)])
         is_x = MetadataFilters(filters=[_equal("kind", "x")])
         store.delete_nodes(["a", "b"], is_x)
-        in_step(store, *TEXTS[1:4])
+        assert_in_step(store, *TEXTS[1:4])
         store.delete_nodes(["nobody"])
         store.delete("nobody")
         assert [n.node_id for n in store.get_nodes(filters=is_x)] == ["c"]
@@ -196,7 +147,7 @@ class TestDelete:
             filters=[_equal("kind", "x"), _equal("kind", "y")], condition=FilterCondition.OR
         )
         store.delete_nodes(filters=both)
-        in_step(store)
+        assert_in_step(store)
 
     def test_mistakes(self, store: SamKVChromaVectorStore) -> None:
         store.add([node("a", TEXTS[0])])
@@ -211,7 +162,7 @@ class TestDelete:
                 use(filters=[_equal("document_id", "None")])  # type: ignore[arg-type]
         with pytest.raises(InvalidOption, match="ids='ab' is one id; give a list"):
             store.delete_nodes("ab")  # type: ignore[arg-type]  # which deleted record 'a'
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
 
 
 class TestQuery:
@@ -248,15 +199,15 @@ class TestLlamaIndex:
     def test_index(self, index: VectorStoreIndex, store: SamKVChromaVectorStore) -> None:
         for document in documents():
             index.insert(document)
-        in_step(store, *TEXTS[:3])
+        assert_in_step(store, *TEXTS[:3])
         index.insert(Document(text=TEXTS[0], doc_id="again"))
         index.delete_ref_doc("one", delete_from_docstore=True)
-        in_step(store, *TEXTS[:3])
+        assert_in_step(store, *TEXTS[:3])
         index.delete_ref_doc("again", delete_from_docstore=True)
-        in_step(store, *TEXTS[1:3])
+        assert_in_step(store, *TEXTS[1:3])
         refreshed = index.refresh_ref_docs(documents(one="", two=TEXTS[4]))
         assert refreshed == [True, False]
-        in_step(store, TEXTS[2], TEXTS[4])
+        assert_in_step(store, TEXTS[2], TEXTS[4])
         ids = [n.node_id for n in store.get_nodes()]
         index.delete_nodes(ids[:1])
         assert len(files(store)) == len(records(store)) == 1
@@ -267,7 +218,7 @@ class TestLlamaIndex:
         )
         for document in documents():
             index.insert(document)
-        in_step(store, *TEXTS[:3])
+        assert_in_step(store, *TEXTS[:3])
         llm = SamKVLLM(engine=store.kv_link.engine, max_new_tokens=4)
         answer = index.as_query_engine(llm=llm, similarity_top_k=3).query(RECORDS[0].question)
         assert llm.last_report is not None and len(answer.source_nodes) == 3
@@ -295,14 +246,14 @@ class TestLlamaIndex:
                 pipeline.run(documents=documents(**changes))
 
         ingest()
-        in_step(store, *TEXTS[:3])
+        assert_in_step(store, *TEXTS[:3])
         ingest()
-        in_step(store, *TEXTS[:3])
+        assert_in_step(store, *TEXTS[:3])
         ingest(two=TEXTS[3])
-        in_step(store, TEXTS[0], TEXTS[3], TEXTS[2])
+        assert_in_step(store, TEXTS[0], TEXTS[3], TEXTS[2])
         ingest(one="", two=TEXTS[3])
         left = [TEXTS[3], TEXTS[2]] + ([TEXTS[0]] if strategy == "UPSERTS" else [])
-        in_step(store, *left)
+        assert_in_step(store, *left)
         assert store.kv_link.sync(grace_s=0).n_pruned == 0
 
 
@@ -332,7 +283,7 @@ class TestComponent:
             await store.aclear()
 
         asyncio.run(use())
-        in_step(store)
+        assert_in_step(store)
         assert len(threads) == 6
         assert threading.main_thread() not in threads.values()
 
@@ -354,7 +305,7 @@ class TestComponent:
         twin = copy.deepcopy(store)
         assert twin is not store and twin.client is store.client
         twin.add([node("a", TEXTS[0])])
-        in_step(store, TEXTS[0])
+        assert_in_step(store, TEXTS[0])
         sent = pickle.loads(pickle.dumps(store))
         assert sent.collection_name == "town"
         for use in (sent.clear, lambda: sent.add([node("a", TEXTS[0])]), sent.get_nodes):
