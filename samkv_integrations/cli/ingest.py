@@ -184,8 +184,10 @@ def ingest(
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
     """Delete records and caches of chunks that the documents no longer contain."""
+    from samkv_integrations.chroma.records import Records
+
     where: Any = {"source": {"$in": read.sources}}
-    held = link.collection.get(where=where, include=[])["ids"]
+    held = Records(link.collection).ids(where)
     if outdated := sorted(set(held) - set(read.ids)):
         link.delete(ids=outdated)
 

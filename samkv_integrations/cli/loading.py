@@ -222,6 +222,8 @@ def require_same(
 
     now: the settings for ``files``. dtype: the given one, if any.
     """
+    from samkv_integrations.chroma.records import Records
+
     before = _remembered(folder / "kv").get(_key(place), now)
     if now.model != before.model:
         what = f"model {before.model}"
@@ -233,7 +235,7 @@ def require_same(
         return
     collection, sources = database.collection(place[1], create=True), list(map(str, files))
     others: Any = {"source": {"$nin": sources}}
-    if collection.get(where=others, limit=1, include=[])["ids"]:
+    if Records(collection).read(collection, where=others, limit=1, include=[])["ids"]:
         raise InvalidOption(
             f"collection {place[1]!r} holds other documents, ingested with {what}, and is asked "
             "with one model, dtype and --store-bits; leave the option out, give another "
