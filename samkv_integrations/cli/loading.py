@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -209,6 +210,22 @@ class Index:
         )
         engine.store.require(engine.fingerprint)
         return [ChromaLink(one, engine) for one in opened]
+
+
+@contextmanager
+def removed_if_unused(folder: Path) -> Iterator[None]:
+    """A block that makes a store in ``folder``, which goes again if it fails without any cache."""
+    caches = folder / "kv"
+    made = [path for path in (caches, folder) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if caches in made and not any(caches.rglob("*.safetensors")):
+            shutil.rmtree(caches, ignore_errors=True)
+            if folder in made:
+                with suppress(OSError):  # it holds something else by now
+                    folder.rmdir()
+        raise
 
 
 _NOTE = "ingested"

@@ -148,9 +148,7 @@ def load_model(
             if further.get("quantization_config") or hasattr(config, "quantization_config"):
                 asked.setdefault("device_map", {"": place})  # they are packed where they stay
             auto: Any = AutoModelForCausalLM
-            hf, found = auto.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, **asked
-            )
+            hf, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **asked)
             if missing := sorted(found["missing_keys"]):  # which transformers makes up
                 more = ", ..." if len(missing) > 3 else ""
                 raise ModelNotFound(

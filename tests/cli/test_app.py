@@ -38,11 +38,30 @@ def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
     assert found.stdout.endswith("set()\n")
 
 
-def test_unknown_options_and_commands_are_typers_own() -> None:
-    for arguments in (("ask", "--fast"), ("answer",), ("store", "repair")):
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("ask", "--fast"),
+            "No such option: --fast (Possible options: --chat, --set); next step: samkv ask",
+        ),
+        (("ask",), "Missing argument 'QUESTION'; next step: samkv ask --help"),
+        (("ask", "a", "b"), "extra argument(s) (b); next step: samkv ask --help"),
+        (("ask", "a", "--top-k", "0"), "Invalid value for '--top-k': "),
+        (("ask", "a", "--top-k"), "Option '--top-k' requires an argument; next step: samkv "),
+        (("store", "repair"), "No such command 'repair'; next step: samkv store --help"),
+        (("answer",), "No such command 'answer'; next step: samkv --help"),
+        (("--fast",), "No such option: --fast; next step: samkv --help"),
+    ],
+)
+def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in error_of(*arguments)
+
+
+def test_no_arguments_show_the_help() -> None:
+    for arguments in ((), ("store",)):
         result = run(*arguments)
-        assert result.exit_code == 2
-        assert "Usage" in result.stderr and "Traceback" not in result.stderr
+        assert result.exit_code == 2 and "Commands:" in result.output
 
 
 def test_a_removed_command_says_what_takes_its_place() -> None:

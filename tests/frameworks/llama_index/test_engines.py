@@ -181,7 +181,7 @@ class TestPostprocessor:
         assert HANDLE.fullmatch(content) and spelled_out(corpus.engine, content) == ASKED.text
         travelled = pickle.loads(pickle.dumps(shown))
         assert travelled.node.get_content(MetadataMode.LLM) == ASKED.text
-        with pytest.raises(InvalidOption, match="another process"):
+        with pytest.raises(InvalidOption, match="out of a pickle"):
             pickle.loads(pickle.dumps(postprocessor)).postprocess_nodes(nodes)
 
     def test_mistakes(self, corpus: Corpus) -> None:
