@@ -229,7 +229,7 @@ class TestCacheTransform:
         assert len(pickled) < 10_000
         travelled = pickle.loads(pickled)
         assert travelled.to_dict() == transform.to_dict()
-        with pytest.raises(InvalidOption, match="use it in the one that it came from"):
+        with pytest.raises(InvalidOption, match="use the one that was pickled"):
             travelled([TextNode(text=ASKED.text)])
 
     def test_plain_arguments_load_a_model_over_the_folder(
