@@ -128,22 +128,22 @@ class Database:
 
         Raises InvalidOption if a collection cannot be asked.
         """
-        has_vectors = self._server is None and any(self._folder.glob("*/"))
-        if not (names and has_vectors):
+        if not names or self._server or not any(self._folder.glob("*/")):
             return
+        command = [sys.executable, "-P", "-c", _ASK, str(self._folder), *names]
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-c", _ASK, str(self._folder), *names], check=False,
-                capture_output=True, timeout=ASKING_S,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )  # fmt: skip
-            if not done.returncode:
-                return
-            named, why = done.stdout, _last_line(done.stderr)
-            if done.returncode < 0:
-                why = signal.Signals(-done.returncode).name
+            subprocess.run(
+                command, env=os.environ | paths, capture_output=True, timeout=ASKING_S, check=True
+            )
+        except subprocess.CalledProcessError as error:
+            named, why = error.stdout, _last_line(error.stderr)
+            if error.returncode < 0:
+                why = signal.Signals(-error.returncode).name
         except subprocess.TimeoutExpired as error:
             named, why = error.stdout or b"", f"no answer within {ASKING_S} s"
+        else:
+            return
         raise InvalidOption(
             f"collection {_last_line(named)!r} in {self._folder} cannot be asked; the process that "
             f"tried ended with: {why}; restore that folder from a copy, or delete it and ingest "

@@ -215,16 +215,12 @@ class Index:
 @contextmanager
 def removed_if_unused(folder: Path) -> Iterator[None]:
     """A block that makes a store in ``folder``, which goes again if it fails without any cache."""
-    caches = folder / "kv"
-    made = [path for path in (caches, folder) if not path.exists()]
+    made = [path for path in (folder, folder / "kv") if not path.exists()]
     try:
         yield
     except BaseException:
-        if caches in made and not any(caches.rglob("*.safetensors")):
-            shutil.rmtree(caches, ignore_errors=True)
-            if folder in made:
-                with suppress(OSError):  # it holds something else by now
-                    folder.rmdir()
+        if made and not any(folder.rglob("*.safetensors")):
+            shutil.rmtree(made[0], ignore_errors=True)
         raise
 
 

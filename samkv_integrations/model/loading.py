@@ -166,10 +166,7 @@ def load_model(
 
 
 def _refuse_no_numbers(hf: Any, name: str) -> None:  # noqa: ANN401
-    """Raises ModelNotFound if the first values of a weight are NaN or infinite.
-
-    A few values of each weight, so that no file is read as a whole.
-    """
+    """Raises ModelNotFound if one of the first values of a weight is NaN or infinite."""
     for path, weight in hf.named_parameters():
         if type(weight) is torch.nn.Parameter and weight.is_floating_point() and not weight.is_meta:
             if not weight.detach().reshape(-1)[:64].float().isfinite().all():
@@ -304,11 +301,11 @@ def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:
 def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of ``from_pretrained``; without the hub, if it does not answer.
 
-    Left to itself, transformers asks on standard input whether to run a model's own code.
+    Without an answer, transformers asks on standard input whether to run a model's own code.
     huggingface_hub would try six times for each file, half a minute. What it downloaded before is
     used in either case.
     """
-    options = {"trust_remote_code": False, **options}
+    options = {**options, "trust_remote_code": bool(options.get("trust_remote_code"))}
     is_asked = not ({"local_files_only", "proxies"} & options.keys() or constants.HF_HUB_OFFLINE)
     if Path(source).is_dir() or not is_asked:
         return options
