@@ -70,7 +70,7 @@ class CacheMiss(SamkvError):
     @property
     def is_damage(self) -> bool:
         """Whether what lies in the place of the cache is not what was put there."""
-        return self.reason in ("corrupt", "fingerprint", "tokens")
+        return self.reason in ("corrupt", "fingerprint")
 
 
 MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")

@@ -106,7 +106,8 @@ class ChunkStore(Store):
             self.file(key, digest), key, fingerprint, namespace=self.namespace, secret=self.secret
         )
         if token_ids is not None and opened.token_ids.tolist() != list(token_ids):
-            opened.close()
+            with opened, suppress(StoreError):
+                self.index.compare(opened)
             raise CacheMiss("tokens", f"chunk {key} holds {opened.n_tokens} other tokens")
         return opened
 

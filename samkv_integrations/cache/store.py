@@ -227,8 +227,7 @@ class Store:
         """Open a chunk and verify its identity.
 
         Raises `CacheMiss`: "absent", "corrupt", "format" (another version of the file format),
-        "fingerprint" (computed by another model), "tokens" (another chunk, or not ``token_ids``),
-        "io".
+        "fingerprint" (of another model, or another chunk), "tokens" (not ``token_ids``), "io".
         """
         raise NotImplementedError
 

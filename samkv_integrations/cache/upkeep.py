@@ -92,6 +92,7 @@ def verify(
                 file, key, made_by[digest], namespace=namespace, secret=store.secret
             ) as chunk:
                 chunk.verify()
+                store.index.compare(chunk)
                 n_bytes += chunk.bytes_read
         except CacheMiss as miss:
             if miss.reason != "absent":  # deleted or evicted meanwhile

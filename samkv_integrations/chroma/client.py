@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +28,23 @@ _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
 _NO_ACCESS = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
 )  # fmt: skip
+
+ASKING_S = 120
+"""Seconds for a process that asks the collections of a server, of which it loads all vectors."""
+
+_ASK = """
+import sys
+from chromadb import PersistentClient
+from chromadb.config import Settings
+
+client = PersistentClient(sys.argv[1], settings=Settings(anonymized_telemetry=False))
+for name in sys.argv[2:]:
+    print(name, flush=True)
+    collection = client.get_collection(name, embedding_function=None)
+    one = collection.get(limit=1, include=["embeddings"])["embeddings"]
+    if len(one):
+        collection.query(query_embeddings=one, n_results=10)
+"""
 
 
 def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
@@ -100,6 +120,36 @@ class Database:
         with chroma_errors("Chroma cannot list its collections"):
             return sorted(collection.name for collection in client.list_collections())
 
+    def check(self, names: Sequence[str]) -> None:
+        """Ask each of these collections once, in a process of its own.
+
+        Damaged files of vectors end the process that reads them. Nothing is asked where there are
+        none: Chroma writes them from 1000 records on, and those of a server are its own.
+
+        Raises InvalidOption if a collection cannot be asked.
+        """
+        if not names or self._server or not any(self._folder.glob("*/")):
+            return
+        command = [sys.executable, "-P", "-c", _ASK, str(self._folder), *names]
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        try:
+            subprocess.run(
+                command, env=os.environ | paths, capture_output=True, timeout=ASKING_S, check=True
+            )
+        except subprocess.CalledProcessError as error:
+            named, why = error.stdout, _last_line(error.stderr)
+            if error.returncode < 0:
+                why = signal.Signals(-error.returncode).name
+        except subprocess.TimeoutExpired as error:
+            named, why = error.stdout or b"", f"no answer within {ASKING_S} s"
+        else:
+            return
+        raise InvalidOption(
+            f"collection {_last_line(named)!r} in {self._folder} cannot be asked; the process that "
+            f"tried ended with: {why}; restore that folder from a copy, or delete it and ingest "
+            "its documents again, whose chunk caches are kept"
+        )
+
     def _client(self, create: bool) -> ClientAPI:
         if self._address is None:
             return _client_of_folder(self._folder, create=create)
@@ -108,6 +158,10 @@ class Database:
                 host, port, ssl = self._address
                 self._of_server = client_of_server(host, port, ssl=ssl)
             return self._of_server
+
+
+def _last_line(said: bytes) -> str:
+    return said.decode(errors="replace").strip().rpartition("\n")[2]
 
 
 def client_of_server(
@@ -182,13 +236,20 @@ def check_name(name: str) -> None:
 
 @contextmanager
 def chroma_errors(what: str) -> Iterator[None]:
-    """Turns errors of Chroma and of the connection to its server into InvalidOption."""
+    """Turns errors of Chroma and of the connection to its server into InvalidOption.
+
+    So are panics of its Rust code, which are no ``Exception``.
+    """
     from chromadb.errors import ChromaError
     from httpx import TransportError
 
     try:
         yield
-    except (ChromaError, TransportError, ValueError, TypeError) as error:
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # which nothing exports
+        of_chroma = (ChromaError, TransportError, ValueError, TypeError)
+        if not (is_panic or isinstance(error, of_chroma)):
+            raise
         of_sqlite = re.search(r"\(code: (\d+)\)", str(error))
         is_refused = bool(of_sqlite and int(of_sqlite[1]) & 0xFF in _NO_ACCESS)
         remedy = "; make room or allow access: Chroma writes even to be asked" * is_refused

@@ -6,6 +6,8 @@ error.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -27,19 +29,42 @@ USER_ERROR = 2
 """Exit code of an error of the user."""
 
 
+_UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's copy of it
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Shows an error of the user as one line, in place of a traceback or the usage."""
+    try:
+        yield
+    except SamkvError as error:
+        said = " ".join(str(error).split())
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help that it shows is no error
+            raise
+        command = error.ctx.command_path.split()[1:] if error.ctx else ()
+        shown = " ".join(["samkv", *command, "--help"])
+        said = f"{error.format_message().rstrip('.')}; next step: {shown}"
+    else:
+        return
+    typer.echo(f"samkv: {formatting.visible(said)}", err=True)
+    raise typer.Exit(USER_ERROR)
+
+
 class _Commands(typer.core.TyperGroup):
-    """Shows a `SamkvError` as one line in place of a traceback."""
+    """Commands whose errors are lines."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401
+        with _in_one_line():
+            return super().make_context(*args, **extra)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # noqa: ANN401
         refuse_removed((f"samkv {' '.join(args[:1])}", f"samkv {' '.join(args[:2])}"))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
-        try:
+        with _in_one_line():
             return super().invoke(ctx)
-        except SamkvError as error:
-            typer.echo(f"samkv: {formatting.visible(' '.join(str(error).split()))}", err=True)
-            raise typer.Exit(USER_ERROR) from error
 
 
 app = typer.Typer(

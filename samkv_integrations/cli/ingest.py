@@ -22,6 +22,7 @@ from samkv_integrations.cli.loading import (
     Ingested,
     ray_pool,
     remembered,
+    removed_if_unused,
     require_own_records,
     require_same,
     store_in,
@@ -109,15 +110,16 @@ def ingest(
     model = before.model
     # where workers compute, this process only reads texts
     here = index if pool is None else replace(index, device="cpu")
-    engine = here.engine(before, max_bytes)
-    read = read_chunks(found.files, engine.model, chunk_size)
-    if not read.texts:
-        with suppress(InvalidOption, UnknownOption):  # a new collection is not made
-            _delete_outdated(ChromaLink(database.collection(collection), engine), read)
-        why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
-        n_files = count(len(found.files), "document")
-        raise EmptyInput(f"no text in {n_files}{why}; give some with text")
-    link = ChromaLink(database.collection(collection, create=True), engine)
+    with removed_if_unused(folder):
+        engine = here.engine(before, max_bytes)
+        read = read_chunks(found.files, engine.model, chunk_size)
+        if not read.texts:
+            with suppress(InvalidOption, UnknownOption):  # a new collection is not made
+                _delete_outdated(ChromaLink(database.collection(collection), engine), read)
+            why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
+            n_files = count(len(found.files), "document")
+            raise EmptyInput(f"no text in {n_files}{why}; give some with text")
+        link = ChromaLink(database.collection(collection, create=True), engine)
     settings = Ingested(
         model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits
     )  # fmt: skip
@@ -182,8 +184,10 @@ def ingest(
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
     """Delete records and caches of chunks that the documents no longer contain."""
+    from samkv_integrations.chroma.records import Records
+
     where: Any = {"source": {"$in": read.sources}}
-    held = link.collection.get(where=where, include=[])["ids"]
+    held = Records(link.collection).ids(where)
     if outdated := sorted(set(held) - set(read.ids)):
         link.delete(ids=outdated)
 

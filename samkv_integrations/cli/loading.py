@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -189,6 +190,18 @@ class Index:
         return [ChromaLink(one, engine) for one in opened]
 
 
+@contextmanager
+def removed_if_unused(folder: Path) -> Iterator[None]:
+    """A block that makes a store in ``folder``, which goes again if it fails without any cache."""
+    made = [path for path in (folder, folder / "kv") if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if made and not any(folder.rglob("*.safetensors")):
+            shutil.rmtree(made[0], ignore_errors=True)
+        raise
+
+
 _NOTE = "ingested"
 
 
@@ -200,6 +213,8 @@ def require_same(
 
     now: the settings for ``files``. dtype: the given one, if any.
     """
+    from samkv_integrations.chroma.records import Records
+
     before = _remembered(folder / "kv").get(_key(place), now)
     if now.model != before.model:
         what = f"model {before.model}"
@@ -211,7 +226,7 @@ def require_same(
         return
     collection, sources = database.collection(place[1], create=True), list(map(str, files))
     others: Any = {"source": {"$nin": sources}}
-    if collection.get(where=others, limit=1, include=[])["ids"]:
+    if Records(collection).read(collection, where=others, limit=1, include=[])["ids"]:
         raise InvalidOption(
             f"collection {place[1]!r} holds other documents, ingested with {what}, and is asked "
             "with one model, dtype and --store-bits; leave the option out, give another "

@@ -107,9 +107,10 @@ def serve(
 
     with listen_on(host, port, source.keys) as listening:  # before the model, which loads slowly
         database = source.database()
+        for _, wanted in asked:
+            database.collection(wanted)
+        database.check([wanted for _, wanted in asked])  # here, where a crash would come again
         for tenant in source.keys.tenants:
-            for wanted in tenant.collections:
-                database.collection(wanted)
             if tenant.collections and (folder / "kv").is_dir():
                 try:
                     store = store_in(folder, tenant.namespace)

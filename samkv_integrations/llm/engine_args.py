@@ -198,8 +198,8 @@ class EngineRef:
         """The engine. Raises InvalidOption after a pickle."""
         if self._engine is None:
             raise InvalidOption(
-                "this component came from another process, and a pickle holds no engine; create it "
-                "again in this process, or use it in the one that it came from"
+                "this component came out of a pickle, which holds no engine; create it again, or "
+                "use the one that was pickled, in its process"
             )
         return self._engine
 

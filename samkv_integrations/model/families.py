@@ -93,12 +93,17 @@ def text_config(config: Any) -> Any:  # noqa: ANN401
 
     Raises UnsupportedModel for a family that is not there.
     """
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"model family {config.model_type!r} is not supported; supported: "
-            f"{', '.join(sorted(FAMILIES))}; give a model of one of them (docs/models.md)"
-        )
+    refuse_family(config.model_type)
     return config.get_text_config()
+
+
+def refuse_family(name: object) -> None:
+    """Raises UnsupportedModel for a family that is not there."""
+    if name not in FAMILIES:
+        raise UnsupportedModel(
+            f"model family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
+            "give a model of one of them (docs/models.md)"
+        )
 
 
 def family_of(config: Any) -> Family:  # noqa: ANN401

@@ -270,6 +270,13 @@ class GgufFile:
                 f"(differing: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}{reason});"
                 " give the checkpoint in safetensors"
             )
+        for here, name in names.items():  # before memory is taken for what they say
+            shape = tuple(reversed(self._tensors[here][0].shape.tolist()))
+            if shape != (expected := tuple(state[name].shape)):
+                raise ModelNotFound(
+                    f"{here!r} in {str(self.path)!r} has the shape {shape} where its metadata say "
+                    f"{expected}; it is damaged, fetch it again"
+                )
         return names
 
     def _fill(self, hf: Any, names: Mapping[str, str], *, is_in_memory: bool) -> None:  # noqa: ANN401
@@ -288,12 +295,6 @@ class GgufFile:
             path, kind = name.rsplit(".", 1)
             module = hf.get_submodule(path)
             tensor, _ = self._tensors[here]
-            shape = tuple(reversed(tensor.shape.tolist()))
-            if shape != (expected := tuple(getattr(module, kind).shape)):
-                raise ModelNotFound(
-                    f"{here!r} in {str(self.path)!r} has the shape {shape} where its metadata say "
-                    f"{expected}; it is damaged, fetch it again"
-                )
             if not _is_quantised(tensor):
                 weight = self._weight(here, config, torch.bfloat16)
                 setattr(module, kind, torch.nn.Parameter(weight))
@@ -346,8 +347,9 @@ def _is_quantised(tensor: Any) -> bool:  # noqa: ANN401
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The tokenizer in a GGUF file, its chat template included, and no other in its folder.
 
-    Raises UnsupportedModel if transformers cannot read it.
+    Raises UnsupportedModel if transformers cannot read it, ModelNotFound for a damaged file.
     """
+    _reader(path)  # transformers would read for ever what a damaged header announces
     kind: Any = PreTrainedTokenizerFast
     try:
         return kind(name_or_path=str(path.parent), gguf_file=path.name, **options)
@@ -404,7 +406,7 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
             else:
                 order: Any = "big" if self.endianess == GGUFEndian.BIG else "little"
                 memory: Any = memoryview(self._bytes)  # type: ignore[arg-type]
-                while n_left and at < len(memory):
+                while n_left and at <= len(memory):
                     if of == GGUFValueType.STRING:
                         at += 8 + int.from_bytes(memory[at : at + 8], order)
                     else:

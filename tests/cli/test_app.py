@@ -41,6 +41,26 @@ def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (
+            ("ask", "--fast"),
+            "No such option: --fast (Possible options: --chat, --set); next step: samkv ask",
+        ),
+        (("ask",), "Missing argument 'QUESTION'; next step: samkv ask --help"),
+        (("ask", "a", "b"), "extra argument(s) (b); next step: samkv ask --help"),
+        (("ask", "a", "--top-k", "0"), "Invalid value for '--top-k': "),
+        (("ask", "a", "--top-k"), "Option '--top-k' requires an argument; next step: samkv "),
+        (("store", "repair"), "No such command 'repair'; next step: samkv store --help"),
+        (("answer",), "No such command 'answer'; next step: samkv --help"),
+        (("--fast",), "No such option: --fast; next step: samkv --help"),
+    ],
+)
+def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expected: str) -> None:
+    assert expected in error_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         (("doctor", "--dtype", "float8"), "--dtype 'float8'; allowed: auto, float32, bfloat16"),
         (("ingest", "nothing.txt"), "nothing.txt does not exist"),
         (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),

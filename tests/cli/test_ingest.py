@@ -258,3 +258,20 @@ def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -
     assert "ingested with --store-bits 4" in refused
     (row,) = rows_of("ask", RECORDS[0].question, "--method", "reuse")
     assert row["reused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--model", "./nowhere"], "does not exist"),
+        (["--chunk-size", "0"], "at least 1 token"),
+        (["--chroma", "http://127.0.0.1:9"], "cannot be reached"),
+    ],
+)
+def test_a_refused_ingest_leaves_no_folder(town: Path, given: list[str], says: str) -> None:
+    assert says in error_of("ingest", str(town), *given)
+    assert not Path(".samkv").exists()
+    Path(".samkv/kv").mkdir(parents=True)
+    (mine := Path(".samkv/mine")).write_text("")
+    error_of("ingest", str(town), *given)
+    assert mine.exists() and Path(".samkv/kv").exists()

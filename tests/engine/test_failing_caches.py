@@ -13,6 +13,7 @@ from torch import Tensor
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
 from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.cache.upkeep import verify
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (
     CacheMiss,
@@ -89,6 +90,40 @@ def test_a_damaged_cache_is_a_counted_miss(engine: Engine, damage, method, by_ha
     reason = "absent" if damage is delete else "corrupt"
     assert answer.report.chunk_misses == {reason: 1}
     assert answer.report.reused == 2
+
+
+FALSE = {
+    "an id": "texts SET ids = CAST(substr(ids, 1, 80) || x'07000000' || substr(ids, 85) AS BLOB)",
+    "fewer ids": "texts SET ids = CAST(substr(ids, 1, 100) AS BLOB)",
+    "other ids": "texts SET ids = (SELECT ids FROM texts AS o WHERE o.id = 1) WHERE id = 2",
+}
+"""What makes an index false, each of its rows being such as a sound index may hold."""
+
+
+@pytest.mark.parametrize("change", [*FALSE, "another's key"])
+def test_a_false_index_does_no_harm_to_sound_files(
+    engine: Engine, tmp_path: Path, change: str
+) -> None:
+    """The files are the truth: who finds that the index says otherwise has it made anew."""
+    files = {file: file.stat().st_ino for file in tmp_path.rglob("*.safetensors")}
+    with engine.store.index.transaction(writes=True) as connection:
+        keys = [key for (key,) in connection.execute("SELECT key FROM chunks ORDER BY id LIMIT 2")]
+        if change == "another's key":
+            connection.execute("UPDATE chunks SET key = '' WHERE id = 1")
+            connection.execute("UPDATE chunks SET key = ? WHERE id = 2", keys[:1])
+            connection.execute("UPDATE chunks SET key = ? WHERE id = 1", keys[1:])
+        else:
+            connection.execute(f"UPDATE {FALSE[change]}")
+    options: dict[str, Any] = {"method": "reuse", "max_new_tokens": 1}
+    if change == "other ids":  # so that nothing is found in a prompt that could be compared
+        with pytest.raises(StoreError, match="made anew .*other tokens .*than its file"):
+            verify(engine.store)
+    else:
+        report = engine.generate(PROMPT, **options, on_miss="text").report
+        assert report.chunk_misses.keys() == {"tokens"}
+    report = engine_on(tmp_path).generate(PROMPT, **options, on_miss="error").report
+    assert (report.found, report.reused) == (3, 3)
+    assert {file: file.stat().st_ino for file in tmp_path.rglob("*.safetensors")} == files
 
 
 def test_on_miss(engine: Engine) -> None:

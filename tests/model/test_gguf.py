@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import shutil
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import (
@@ -242,6 +243,29 @@ class TestRefused:
         file.write_bytes(data)
         with pytest.raises(ModelNotFound, match="names 42781900[0-9]+ layers and holds"):
             load(file)
+
+    @pytest.mark.parametrize("weights", ["unpacked", "packed"])
+    @pytest.mark.parametrize("field", ["embedding_length", "feed_forward_length", "head_count_kv"])
+    def test_larger_matrices_than_it_holds(
+        self, field: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One damaged byte names matrices of hundreds of gigabytes; none of them is made."""
+        monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+        path = write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"), kind=Kind.Q8_0)
+        data, key = bytearray(path.read_bytes()), field.encode()
+        data[data.index(key) + len(key) + 4 + 3] ^= 0x5A
+        path.write_bytes(data)
+        with pytest.raises(ModelNotFound, match="has the shape .*damaged, fetch it again"):
+            load(path, weights=weights)
+
+    @pytest.mark.parametrize("of", [0, 4, 8, 9])
+    def test_more_numbers_than_the_file_has_bytes(self, of: int, tmp_path: Path) -> None:
+        path, key = tmp_path / "tiny.gguf", b"tokenizer.ggml.scores"
+        header = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
+        path.write_bytes(header + struct.pack("<IIQ", 9, of, 10**12))
+        for read in (load_model, load_tokenizer):
+            with pytest.raises(ModelNotFound, match="no GGUF file that is whole .*fetch it again"):
+                read(str(path))
 
     def test_without_the_extra(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gguf", None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from benchmarks.models import random_model
@@ -151,6 +155,65 @@ class TestLoading:
         tokenizer = byte_tokenizer(bos=True)
         with pytest.raises(UnsupportedModel, match="a Linear is no transformers model"):
             Model(torch.nn.Linear(1, 1), tokenizer, "mine")  # type: ignore[arg-type]
+
+
+class TestDamagedCheckpoints:
+    @pytest.fixture
+    def saved(self, folder: Path, tmp_path: Path) -> Path:
+        for part in ("model", "tokenizer"):
+            shutil.copytree(folder / part, tmp_path / "saved", dirs_exist_ok=True)
+        return tmp_path / "saved"
+
+    @pytest.mark.parametrize("n_missing", [1, 5])
+    def test_a_weight_that_is_missing_is_not_made_up(self, saved: Path, n_missing: int) -> None:
+        file = saved / "model.safetensors"
+        weights = load_file(file)
+        missing = sorted(name for name in weights if "proj" in name)[:n_missing]
+        renamed = {f"{name}x" * (name in missing) or name: weights[name] for name in weights}
+        save_file(renamed, file, metadata={"format": "pt"})
+        with pytest.raises(ModelNotFound, match=f"lacks {n_missing} of its.*{missing[0]}.*again"):
+            load_model(str(saved), device="cpu")
+
+    def test_a_tied_head_is_not_missing(self, saved: Path) -> None:
+        hf_model("llama", tie_word_embeddings=True).save_pretrained(saved)
+        assert "lm_head.weight" not in load_file(saved / "model.safetensors")
+        load_model(str(saved), device="cpu")
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_weights_that_are_no_numbers(self, saved: Path, dtype: str) -> None:
+        file = saved / "model.safetensors"
+        nothing = {name: torch.full_like(x, torch.nan) for name, x in load_file(file).items()}
+        save_file(nothing, file, metadata={"format": "pt"})
+        with pytest.raises(ModelNotFound, match="weight 'model.embed_tokens.weight' of .* NaN"):
+            load_model(str(saved), device="cpu", dtype=dtype)
+
+    @pytest.mark.parametrize(
+        ("family", "trusts", "says"),
+        [
+            ("mine", False, "family 'mine' is not supported"),
+            ("mine", True, "family 'mine' is not supported"),
+            (None, True, "family None is not supported"),
+            ("llama", None, "tokenizer .* needs code of its own, .*tokenizer_kwargs="),
+        ],
+    )
+    def test_its_code_is_run_only_if_the_caller_says_so(
+        self, saved: Path, monkeypatch: pytest.MonkeyPatch, family: str | None, trusts: bool | None,
+        says: str,
+    ) -> None:  # fmt: skip
+        """Whatever standard input says, which transformers would ask."""
+        monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+        code = ["mine.Mine", "mine.Mine"]
+        models = {"AutoConfig": code[0], "AutoModelForCausalLM": code[0], "AutoTokenizer": code}
+        for name, more in {
+            "config.json": {"model_type": family, "auto_map": models},
+            "tokenizer_config.json": {"tokenizer_class": "Mine", "auto_map": models},
+        }.items():
+            fields = json.loads((saved / name).read_text()) | more
+            (saved / name).write_text(json.dumps({k: v for k, v in fields.items() if v}))
+        (saved / "mine.py").write_text(f"open({str(saved / 'it-was-run')!r}, 'w')")
+        with pytest.raises(UnsupportedModel, match=says):
+            load_model(str(saved), model_kwargs={"trust_remote_code": trusts})
+        assert not (saved / "it-was-run").exists()
 
 
 class TestEndIds:

@@ -347,7 +347,7 @@ class ChunkFile:
         if fingerprint is not None and (found := layout.fingerprint.digest) != fingerprint.digest:
             raise CacheMiss("fingerprint", f"{self._path}: {found}")
         if key not in (None, self.key):
-            raise CacheMiss("tokens", f"{self._path}: holds chunk {self.key}")
+            raise CacheMiss("fingerprint", f"{self._path}: holds chunk {self.key}")
         if namespace not in (None, layout.namespace):
             raise self._corrupt("namespace")
         return layout

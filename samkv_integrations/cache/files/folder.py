@@ -337,7 +337,7 @@ class ChunkFolder:
         """The index entry of a file. Raises CacheMiss."""
         with ChunkFile(file, secret=self.secret) as chunk:
             if self.file(chunk.key, chunk.layout.fingerprint.digest) != file:
-                raise CacheMiss("tokens", f"{file}: holds chunk {chunk.key}")
+                raise CacheMiss("fingerprint", f"{file}: holds chunk {chunk.key}")
             return Entry.of_file(chunk)
 
     def is_gone(self, digest: str, key: str) -> bool:

@@ -271,6 +271,17 @@ class Index(Database):
                     for (namespace,) in found if are_damaged else ():
                         _count(connection, namespace, digest, corrupt=1)
 
+    def compare(self, file: ChunkFile) -> None:
+        """Raises StoreError if the index holds other token ids than a sound file.
+
+        Then the index is wrong, and is made anew.
+        """
+        sql = "SELECT ids FROM chunks JOIN texts USING(id) WHERE key = ? AND digest = ?"
+        with self.transaction() as connection:
+            for (ids,) in connection.execute(sql, [file.key, file.layout.fingerprint.digest]):
+                if ids and np.frombuffer(ids, "<i4").tolist() != file.token_ids.tolist():
+                    raise ValueError(f"it holds other tokens of chunk {file.key} than its file")
+
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks of every fingerprint, with caches and texts; the keys that were there.
 

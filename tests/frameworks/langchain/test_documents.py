@@ -245,7 +245,7 @@ class TestCompressor:
         sent, there = pickle.loads(pickle.dumps((compressor, transformer)))
         assert sent.mode == "replace"
         for use in (sent.compress_documents, there.transform_documents):
-            with pytest.raises(InvalidOption, match="came from another process"):
+            with pytest.raises(InvalidOption, match="came out of a pickle"):
                 use(documents(TEXTS[0]))
 
 

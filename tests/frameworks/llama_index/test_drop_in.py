@@ -248,5 +248,5 @@ class TestSerialisation:
         monkeypatch.setattr(SamKVLLM, "__init__", refuse)
         travelled = pickle.loads(pickled)
         assert travelled.to_dict() == llm.to_dict()
-        with pytest.raises(InvalidOption, match="another process"):
+        with pytest.raises(InvalidOption, match="out of a pickle"):
             travelled.complete("Hello")

@@ -320,5 +320,5 @@ class TestConfiguration:
             assert llm.generate_kwargs == {"temperature": 0.5}
         travelled = pickle.loads(pickle.dumps(llm))
         assert travelled.metadata == llm.metadata
-        with pytest.raises(InvalidOption, match="another process"):
+        with pytest.raises(InvalidOption, match="out of a pickle"):
             travelled.complete("Hello")

@@ -309,7 +309,7 @@ class TestComponent:
         sent = pickle.loads(pickle.dumps(store))
         assert sent.collection_name == "town"
         for use in (sent.clear, lambda: sent.add([node("a", TEXTS[0])]), sent.get_nodes):
-            with pytest.raises(InvalidOption, match="came from another process"):
+            with pytest.raises(InvalidOption, match="came out of a pickle"):
                 use()
 
     def test_mistakes(self, engine: Engine, tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         """The link between records and caches: `sync`, `release`. InvalidOption after a pickle."""
         if self._link is None:
             raise InvalidOption(
-                "this vector store came from another process, and its collection and engine stayed "
-                "there; make it again with a collection and llm=... or engine=..."
+                "this vector store came out of a pickle, which holds no collection and no engine; "
+                "make it again with a collection and llm=... or engine=..."
             )
         return self._link
 
