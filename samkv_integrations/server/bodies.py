@@ -22,6 +22,16 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 them, and other answers wait meanwhile."""
 
 
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):  # which equals 0 or 1 in Python
+        raise PydanticCustomError("number", "it must be a number")
+    return value
+
+
+Zero = Annotated[Literal[0], BeforeValidator(_no_boolean)]
+One = Annotated[Literal[1], BeforeValidator(_no_boolean)]
+
+
 class Body(BaseModel):
     """A body, or a part of one. Null counts as absent."""
 
@@ -148,7 +158,7 @@ class Asked(Body):
         BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     ] = []
     samkv: Samkv = Samkv()
-    n: Literal[1] = 1
+    n: One = 1
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
@@ -180,7 +190,7 @@ class AskedInChat(Asked):
     safety_identifier, prompt_cache_key: accepted and ignored.
     """
 
-    top_logprobs: Literal[0] = 0
+    top_logprobs: Zero = 0
     parallel_tool_calls: bool | None = None
     tools: Annotated[list[Any], Field(max_length=0)] = []
     service_tier: Literal["auto", "default"] = "auto"
@@ -242,7 +252,7 @@ class CompletionRequest(Asked):
     """``POST /v1/completions``. prompt: one text, read without a chat template."""
 
     prompt: Annotated[str, BeforeValidator(_single)]
-    best_of: Literal[1] = 1
+    best_of: One = 1
     echo: Literal[False] = False
 
 
