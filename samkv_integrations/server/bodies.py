@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
@@ -91,6 +91,10 @@ class Message(Body):
         """The turn for a chat template."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content}
+
+
+Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
+"""A list has FailFast or a greatest length, so that no body has thousands of errors."""
 
 
 class StreamOptions(Body):
@@ -232,12 +236,12 @@ class AskedInChat(Asked):
 class ChatRequest(AskedInChat):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
     logprobs: Literal[False] = False
     tool_choice: Literal["none"] = "none"
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     store: Literal[False] = False
 
     _length: ClassVar[str] = "max_completion_tokens"
@@ -307,8 +311,7 @@ class ResponseRequest(AskedInChat):
     """
 
     input: Annotated[
-        list[Message],
-        Field(min_length=1),
+        Messages,
         BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]),
     ]
     instructions: str | None = None
