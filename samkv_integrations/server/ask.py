@@ -41,7 +41,9 @@ _NO_COLLECTION = (
 )
 
 
-def _not_blank(text: str) -> str:
+def _asked(text: str) -> str:
+    if len(text) > MAX_QUESTION:
+        raise PydanticCustomError("long", f"it may have {MAX_QUESTION} characters at most")
     if not text.strip():
         raise PydanticCustomError("blank", "it is empty; say what to ask")
     return text
@@ -62,7 +64,7 @@ class Question(Body):
         }
     )
 
-    question: Annotated[str, Field(max_length=MAX_QUESTION), AfterValidator(_not_blank)]
+    question: Annotated[str, AfterValidator(_asked)]
     collection: str | None = None
     top_k: Annotated[int, Field(ge=1, le=MAX_TOP_K)] = 4
     max_tokens: Annotated[int | None, Field(ge=1)] = None
