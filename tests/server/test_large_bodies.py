@@ -61,7 +61,7 @@ BODIES: dict[str, tuple[str, Callable[[], str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of memory as of Linux")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux has it")
 @pytest.mark.parametrize("name", BODIES)
 async def test_bodies_that_hold_nobody_up(name: str, make_app: Callable[..., App]) -> None:
     path, made = BODIES[name]
