@@ -5,9 +5,9 @@
 ``samkv serve`` runs on the built-in model. Eight clients of one key ask about their documents,
 first alone and then beside hostile clients of another key, each of which sends one kind of request
 over and over: schemas that are slow to read, prompts as long as the window, thousands of texts to
-cache, streams that nobody reads, bodies that never end. Half of them leave after two seconds.
-Every normal answer is compared with that of an engine that answers one by one. ``/health`` is
-asked every second.
+cache, lists of wrong values, streams that nobody reads, bodies that never end. Half of them leave
+after two seconds. Every normal answer is compared with that of an engine that answers one by one.
+``/health`` is asked every second.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ INPUTS: Mapping[str, tuple[str, Callable[[int], Body]]] = MappingProxyType(
         "many tokens": (COMPLETIONS, lambda n: _going_on(f"{n} The", 1000)),
         "stops": (COMPLETIONS, lambda n: _going_on(f"{n} The", 500, stop=["x" * 1000] * 64)),
         "many turns": (CHAT, lambda n: _turns(f"{n}", 20_000)),
+        "wrong turns": (CHAT, lambda n: {"model": "builtin", "messages": [n] * 2_000_000}),
+        "unknown fields": (CHAT, lambda n: _chat("Q?", **{f"{n}x{i}": 0 for i in range(500_000)})),
         "many texts": (CHUNKS, lambda n: {"texts": [f"Text {n} {i} of many." for i in range(999)]}),
         "long text": (CHUNKS, lambda n: {"texts": [f"{n} " + "word " * 1_000_000]}),
         "unread": (COMPLETIONS, lambda n: _going_on(f"{n} The", 1000, stream=True)),
@@ -257,7 +259,7 @@ def main() -> None:
     parser.add_argument("--prefix-bytes", default="512MB", help="of the server")
     args = parser.parse_args()
     options = ("--timeout", "60", "--prefix-bytes", args.prefix_bytes)
-    with two_tenants(args.questions, *options) as (url, asked):
+    with two_tenants(args.questions, *options) as (_, url, asked):
         blue = [one for one in asked if one.tenant == "blue"]
         seen = asyncio.run(measure(url, blue, args.minutes, args.inputs))
     own = {prompt: statistics.median(each) for prompt, each in seen.seconds["quiet"].items()}

@@ -1,13 +1,15 @@
 """A server, many clients, and all that clients do: leave in mid-answer, send nonsense, wrong keys.
 
-    python -m benchmarks.server_soak --minutes 60 --clients 16
+    python -m benchmarks.server_soak --minutes 60 --clients 8
 
 ``samkv serve`` runs in a process of its own on the built-in model. Two tenants have keys and half
 of the documents each. Of the requests a tenth leave at once, after the first event or in the midst,
 and a tenth are refused, each in its own way. Some ask for the other tenant's documents, which must
 not be found. Some cache texts of their own, ask about them, and delete them; then they must not be
 found either. Every other answer is compared with that of an engine that answers one by one over the
-same chunk caches. Memory and file descriptors are the server's own figures, every half a minute.
+same chunk caches. Beside them ``samkv ingest``, ``ask`` and ``remove`` run over and over in the
+server's folder. Memory and file descriptors are the server's own figures, every half a minute;
+``memory_growth`` is the median of memory's last quarter over that of the quarter before, less one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import asyncio
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -46,6 +49,8 @@ METHODS = ("reuse", "samkv-guided", "recompute")
 MAX_TOKENS = 16
 PATIENCE_S = 300.0
 LOOK_S = 30.0
+PAUSE_S = 5.0
+"""Seconds between two rounds of the command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +148,11 @@ class Soak:
         self.tally = Tally()
         self._began = 0.0
 
-    async def run(self, minutes: float, n_clients: int) -> None:
-        """Send requests for so long, and look at the server every half a minute."""
+    async def run(self, minutes: float, n_clients: int, folder: Path) -> None:
+        """Send requests for so long, and look at the server every half a minute.
+
+        folder: the server's, for the command line.
+        """
         self._began = time.monotonic()
         ends = self._began + 60 * minutes
 
@@ -159,6 +167,7 @@ class Soak:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(look())
+            group.create_task(self._command_line(folder, ends))
             for _ in range(n_clients):
                 group.create_task(client())
         await self.look()
@@ -170,6 +179,29 @@ class Soak:
                  "samkv_requests_waiting", "samkv_kv_bytes")  # fmt: skip
         at = {"minute": round((time.monotonic() - self._began) / 60, 1)}
         self.tally.figures.append(at | {name: found[name] for name in names})
+
+    async def _command_line(self, folder: Path, ends: float) -> None:
+        """Ingest a document, ask about it and remove it, over and over."""
+        document, answers = folder / "beside.txt", set[str]()
+        document.write_text("The night ferry to Halmar takes forty minutes.\n" * 5)
+        options = ("--dir", str(folder), "--collection", "beside", "--namespace", "red", "--json")
+        asking = ("ask", "How long does the night ferry take?", "--method", "reuse")
+        while time.monotonic() < ends:
+            for command in (("ingest", str(document)), asking, ("remove", str(document))):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "samkv_integrations", *command, *options,
+                    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                )  # fmt: skip
+                said, complaint = await process.communicate()
+                if process.returncode:
+                    self.tally.wrong.append(f"samkv {command[0]}: {complaint.decode()[-200:]}")
+                elif command is asking:
+                    (row,) = json.loads(said)["rows"]
+                    answers.add(row["answer"])
+                    if row["reused"] != 1 or len(answers) != 1:
+                        self.tally.wrong.append(f"samkv ask: {row['reused']} reused, {answers}")
+            self.tally.outcomes["command line"] += 1
+            await asyncio.sleep(PAUSE_S)
 
     async def _one(self) -> None:
         rng, asked = self._rng, self._rng.choice(self._asked)
@@ -235,13 +267,7 @@ class Soak:
     async def _be_refused(self, asked: Asked, body: dict[str, Any]) -> None:
         content, headers, statuses = refused(self._rng, body)
         own = {"content-type": "application/json", **_of(asked.tenant), **headers}
-        try:
-            reply = await self._http.post("/v1/completions", content=content, headers=own)
-        except httpx.TransportError:
-            if statuses != {413}:  # the server need not read to the end what is too large
-                raise
-            self.tally.outcomes["refused"] += 1
-            return
+        reply = await self._http.post("/v1/completions", content=content, headers=own)
         self.tally.outcomes["refused"] += 1
         is_shaped = "message" in reply.json().get("error", {})
         if reply.status_code not in statuses or not is_shaped:
@@ -283,7 +309,7 @@ def _of(tenant: str) -> dict[str, str]:
     return {"authorization": f"Bearer {KEYS[tenant]}"}
 
 
-async def soak(url: str, asked: Sequence[Asked], args: argparse.Namespace) -> Tally:
+async def soak(folder: Path, url: str, asked: Sequence[Asked], args: argparse.Namespace) -> Tally:
     """All clients; the figures end with those of a server that has nothing to do."""
     base = url.removesuffix("/v1")
     async with httpx.AsyncClient(
@@ -293,7 +319,7 @@ async def soak(url: str, asked: Sequence[Asked], args: argparse.Namespace) -> Ta
         limits=httpx.Limits(max_connections=None),
     ) as http:
         clients = Soak(http, asked, args.seed)
-        await clients.run(args.minutes, args.clients)
+        await clients.run(args.minutes, args.clients, folder)
         while clients.tally.figures[-1]["samkv_requests_running"]:
             await clients.look()
         return clients.tally
@@ -321,31 +347,47 @@ async def server_figures(http: httpx.AsyncClient) -> dict[str, float]:
 
 
 @contextmanager
-def two_tenants(n_questions: int, *options: str) -> Iterator[tuple[str, list[Asked]]]:
-    """The URL of a server with the documents of both, and what they ask. options: of the server."""
+def two_tenants(n_questions: int, *options: str) -> Iterator[tuple[Path, str, list[Asked]]]:
+    """A server with the documents of both: its folder, its URL, and what they ask.
+
+    options: of the server.
+    """
     rows = questions(n_questions)
     with tempfile.TemporaryDirectory() as name:
         keys = Path(name) / "keys"
         keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
-        with serving(["--dir", name, "--api-keys", str(keys), *options]) as url:
+        with serving(
+            ["--dir", name, "--api-keys", str(keys), "--no-exact-beginnings", *options]
+        ) as url:
             asyncio.run(fill(url, rows))
-            yield url, expected(Path(name), rows)
+            yield Path(name), url, expected(Path(name), rows)
+
+
+def growth(values: Sequence[float]) -> float | None:
+    """The median of the last quarter over that of the quarter before, less one; None for few."""
+    quarter = len(values) // 4
+    if not quarter:
+        return None
+    before, last = values[-2 * quarter : -quarter], values[-quarter:]
+    return round(statistics.median(last) / statistics.median(before) - 1, 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--questions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with two_tenants(args.questions, "--max-waiting", "1000") as (url, asked):
-        tally = asyncio.run(soak(url, asked, args))
+    with two_tenants(args.questions, "--max-waiting", "1000") as server:
+        tally = asyncio.run(soak(*server, args))
     row = {
         "minutes": args.minutes, "clients": args.clients, **tally.outcomes,
         "wrong": len(tally.wrong),
         "median_s": round(statistics.median(tally.seconds), 3),
-        "longest_s": round(max(tally.seconds), 3), "figures": tally.figures, "commit": commit(),
+        "longest_s": round(max(tally.seconds), 3),
+        "memory_growth": growth([each["process_resident_memory_bytes"] for each in tally.figures]),
+        "figures": tally.figures, "commit": commit(),
     }  # fmt: skip
     print(json.dumps(row, indent=2))
     for each in tally.wrong[:10]:

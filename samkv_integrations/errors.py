@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+MOST_SHOWN = 80
+"""Characters of a wrong value in a message."""
+
 
 class SamkvError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -84,12 +87,19 @@ class UnknownOption(SamkvError):
     def among(cls, kind: str, value: object, known: Iterable[str]) -> UnknownOption:
         """An error that lists the known names of ``kind``, and names the one that was meant."""
         names = sorted(known)
-        return cls(f"unknown {kind} {value!r}; known: {', '.join(names)}{meant(value, names)}")
+        hint = meant(value, names)
+        return cls(f"unknown {kind} {shown(value)}; known: {', '.join(names)}{hint}")
+
+
+def shown(value: object) -> str:
+    """A value in a message: its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def meant(value: object, known: Iterable[str]) -> str:
     """``; did you mean ...?`` for a name that is nearly one of ``known``, else nothing."""
-    nearest = get_close_matches(str(value), known, n=1, cutoff=0.7)
+    nearest = get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.7)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 

@@ -32,7 +32,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, UnknownOption
+from samkv_integrations.errors import (
+    InvalidOption,
+    MissingExtra,
+    Overloaded,
+    UnknownOption,
+    shown,
+)
 from samkv_integrations.model.model import Model
 from samkv_integrations.option import Option, declared
 
@@ -108,9 +114,9 @@ def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN40
     is_whole = int in (get_args(hint) or (hint,))
     if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
         kind = "a whole number" if is_whole else "a number"
-        raise InvalidOption(f"{called}={value!r}; it must be {kind}")
+        raise InvalidOption(f"{called}={shown(value)}; it must be {kind}")
     if option.allows and not option.allows(value):  # false for a NaN too
-        raise InvalidOption(f"{called}={value}; it must be {option.bounds}")
+        raise InvalidOption(f"{called}={shown(value)}; it must be {option.bounds}")
     return value if is_whole else float(value)
 
 

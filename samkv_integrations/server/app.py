@@ -191,7 +191,11 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                answered = MutableHeaders(scope=message)
+                answered["x-request-id"] = request_id
+                # such a request may be two requests for a proxy in front (RFC 9112, 6.1)
+                if "content-length" in headers and "transfer-encoding" in headers:
+                    answered["connection"] = "close"
             await send(message)
 
         try:

@@ -23,11 +23,14 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.server.bodies import Body, Usage, with_stream
 from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.service import Service
+from samkv_integrations.server.service import BoundedRoute, Service
 from samkv_integrations.server.tenancy import Tenant
 
 MAX_TOP_K = 100
 """Most chunks that a question retrieves."""
+
+MAX_QUESTION = 100_000
+"""Most characters of a question: it is embedded before anything else is known of it."""
 
 _EVENTS = """Each event's data is an object, the last one `[DONE]`. The first has `sources`, the
 next ones `text`, the last but one what else the body has. An error is an object with `error`."""
@@ -38,7 +41,9 @@ _NO_COLLECTION = (
 )
 
 
-def _not_blank(text: str) -> str:
+def _asked(text: str) -> str:
+    if len(text) > MAX_QUESTION:
+        raise PydanticCustomError("long", f"it may have {MAX_QUESTION} characters at most")
     if not text.strip():
         raise PydanticCustomError("blank", "it is empty; say what to ask")
     return text
@@ -59,7 +64,7 @@ class Question(Body):
         }
     )
 
-    question: Annotated[str, AfterValidator(_not_blank)]
+    question: Annotated[str, AfterValidator(_asked)]
     collection: str | None = None
     top_k: Annotated[int, Field(ge=1, le=MAX_TOP_K)] = 4
     max_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -133,7 +138,7 @@ class Methods(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """The routes of questions."""
-    routes = APIRouter(prefix="/v1/samkv", tags=["questions"])
+    routes = APIRouter(prefix="/v1/samkv", tags=["questions"], route_class=BoundedRoute)
     model_name = service.settings.model_name
 
     @routes.post("/ask", response_model=None, responses=with_stream(AskedAnswer, _EVENTS))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
@@ -20,6 +20,16 @@ from samkv_integrations.prompt.resolve import OnMiss
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 """Most stop strings of a request, and characters of each. Every token is checked against all of
 them, and other answers wait meanwhile."""
+
+
+def _no_boolean(value: object) -> object:
+    if isinstance(value, bool):  # which equals 0 or 1 in Python
+        raise PydanticCustomError("number", "it must be a number")
+    return value
+
+
+Zero = Annotated[Literal[0], BeforeValidator(_no_boolean)]
+One = Annotated[Literal[1], BeforeValidator(_no_boolean)]
 
 
 class Body(BaseModel):
@@ -81,6 +91,10 @@ class Message(Body):
         """The turn for a chat template."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": self.content}
+
+
+Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
+"""A list has FailFast or a greatest length, so that no body has thousands of errors."""
 
 
 class StreamOptions(Body):
@@ -148,7 +162,7 @@ class Asked(Body):
         BeforeValidator(_listed, json_schema_input_type=str | list[str]),
     ] = []
     samkv: Samkv = Samkv()
-    n: Literal[1] = 1
+    n: One = 1
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
@@ -180,7 +194,7 @@ class AskedInChat(Asked):
     safety_identifier, prompt_cache_key: accepted and ignored.
     """
 
-    top_logprobs: Literal[0] = 0
+    top_logprobs: Zero = 0
     parallel_tool_calls: bool | None = None
     tools: Annotated[list[Any], Field(max_length=0)] = []
     service_tier: Literal["auto", "default"] = "auto"
@@ -222,12 +236,12 @@ class AskedInChat(Asked):
 class ChatRequest(AskedInChat):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
     logprobs: Literal[False] = False
     tool_choice: Literal["none"] = "none"
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     store: Literal[False] = False
 
     _length: ClassVar[str] = "max_completion_tokens"
@@ -242,7 +256,7 @@ class CompletionRequest(Asked):
     """``POST /v1/completions``. prompt: one text, read without a chat template."""
 
     prompt: Annotated[str, BeforeValidator(_single)]
-    best_of: Literal[1] = 1
+    best_of: One = 1
     echo: Literal[False] = False
 
 
@@ -297,8 +311,7 @@ class ResponseRequest(AskedInChat):
     """
 
     input: Annotated[
-        list[Message],
-        Field(min_length=1),
+        Messages,
         BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]),
     ]
     instructions: str | None = None

@@ -22,7 +22,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.server.bodies import Body
 from samkv_integrations.server.failures import Failure
-from samkv_integrations.server.service import Service
+from samkv_integrations.server.service import BoundedRoute, Service
 
 MAX_TEXTS = 1024
 """Most texts of one request."""
@@ -94,7 +94,7 @@ class StoreFigures(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """The routes of chunks."""
-    routes = APIRouter(prefix="/v1/samkv", tags=["chunks"])
+    routes = APIRouter(prefix="/v1/samkv", tags=["chunks"], route_class=BoundedRoute)
     places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
     n_waiting = Counter[str]()
 

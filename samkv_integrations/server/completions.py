@@ -24,7 +24,7 @@ from samkv_integrations.server.bodies import (
     ResponseRequest,
     with_stream,
 )
-from samkv_integrations.server.service import Service, Writer
+from samkv_integrations.server.service import BoundedRoute, Service, Writer
 
 _CHUNKS = """Chunks of the answer as OpenAI's API has them; the data of the last is `[DONE]`. What
 the answer cost stands under `samkv` in the last chunk, with `usage` if that was asked for."""
@@ -35,7 +35,7 @@ the answer cost stands under `samkv` in the last response."""
 
 def router(service: Service) -> APIRouter:
     """The routes of OpenAI's API that answer."""
-    routes = APIRouter(prefix="/v1", tags=["completions"])
+    routes = APIRouter(prefix="/v1", tags=["completions"], route_class=BoundedRoute)
 
     @routes.post(
         "/chat/completions", response_model=None, responses=with_stream(ChatCompletion, _CHUNKS)

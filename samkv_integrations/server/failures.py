@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from samkv_integrations.errors import (
+    MOST_SHOWN,
     ChunkNotCached,
     InvalidChunk,
     Overloaded,
@@ -18,6 +19,7 @@ from samkv_integrations.errors import (
     SamkvError,
     StoreError,
     TimedOut,
+    shown,
 )
 
 _TOO_LATE = (
@@ -28,10 +30,10 @@ _STORE = (
     "response"
 )
 _FIELD = re.compile(r"(\w+)=|unknown (\w+) ")
-_SHOWN = 80
+_LONGEST, _HEAD, _TAIL = 500, 80, 300
+"""Characters of a message; the middle of a longer one, such as a value, is left out."""
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
-    413: {"connection": "close"},  # the rest of the body is not read
     429: {"retry-after": "1"},
 }
 _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
@@ -63,6 +65,8 @@ class Failure(HTTPException):
         cause: str | None = None,
     ) -> None:
         super().__init__(status, message)
+        if len(message) > _LONGEST:
+            message = f"{message[:_HEAD]} ... {message[-_TAIL:]}"
         self.status, self.message, self.cause = status, message, cause
         self.type, self.code, self.param = type, code, param
 
@@ -100,7 +104,7 @@ class Failure(HTTPException):
         """The response to an invalid body. errors: those of pydantic, of which the first counts."""
         error = errors[0]
         where = [str(part) for part in error["loc"] if part != "body"]
-        param = ".".join(where)[:_SHOWN] or None
+        param = ".".join(where)[:MOST_SHOWN] or None
         match error["type"]:
             case "json_invalid":
                 why = error.get("ctx", {}).get("error", error["msg"])
@@ -117,9 +121,8 @@ class Failure(HTTPException):
             )
             return cls(400, message, code="invalid_value")
         given = error.get("input")
-        shown = repr(given) if isinstance(given, str | int | float | bool | None) else "..."
-        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-        return cls(400, f"{param}={shown}: {error['msg']}", param=param, code="invalid_value")
+        value = shown(given) if isinstance(given, str | int | float | bool | None) else "..."
+        return cls(400, f"{param}={value}: {error['msg']}", param=param, code="invalid_value")
 
     @property
     def body(self) -> dict[str, Any]:
