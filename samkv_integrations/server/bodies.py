@@ -6,20 +6,32 @@ gets another answer than it asked for.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, of_calls, of_result
 from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 """Most stop strings of a request, and characters of each. Every token is checked against all of
 them, and other answers wait meanwhile."""
+
+MAX_TOOLS = 128
+"""Most tools of a request."""
 
 
 class Body(BaseModel):
@@ -44,6 +56,11 @@ def _single(given: object) -> object:
     return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
+def _without_empty(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields that carry something; clients send back all fields of an answer."""
+    return {n: value for n, value in given.items() if value or value not in (None, [], {})}
+
+
 def _text_of(content: object) -> object:
     """The text of a message, one line for each of its parts."""
     if not isinstance(content, list):
@@ -55,7 +72,7 @@ def _text_of(content: object) -> object:
                 "unsupported", "a part of type {kind}; this model reads text only",
                 {"kind": ascii(kind)[:80]},  # pydantic can write no lone surrogate
             )  # fmt: skip
-        given = {name: value for name, value in part.items() if value is not None}
+        given = _without_empty(part)
         if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
             raise PydanticCustomError("text_part", "a part of type 'text' has a string, 'text'")
     return "\n".join(part["text"] for part in content)
@@ -68,19 +85,101 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
-    """One turn of a chat. name, refusal: accepted and ignored; clients send them back."""
+def _arguments(given: object) -> object:
+    try:
+        return arguments_of(given)
+    except InvalidOption:
+        raise PydanticCustomError("arguments", "it must be the JSON of an object") from None
 
-    role: Literal["system", "developer", "user", "assistant"]
+
+class CalledFunction(Body):
+    """The function of a call, with the JSON of its arguments. parsed_arguments: ignored."""
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments, json_schema_input_type=str)]
+    parsed_arguments: Any = None
+
+
+class Call(Body):
+    """A call of a tool, in a message of the assistant. index: ignored."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """One turn of a chat.
+
+    content: optional for the assistant. tool_calls: of the assistant; tool_call_id: of a tool.
+    Others are accepted and ignored; clients send them back. Fields that are empty count as absent.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | list[TextPart])]
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:  # noqa: ANN401
+        if not isinstance(given, dict):
+            return given
+        kept = _without_empty(given)
+        if kept.get("role") == "assistant":
+            kept.setdefault("content", "")
+        return kept
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Message:
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise PydanticCustomError(
+                    "tools", "{name} goes with role '{role}' only", {"name": name, "role": role}
+                )
+        return self
 
     @property
-    def turn(self) -> dict[str, str]:
+    def turn(self) -> dict[str, Any]:
         """The turn for a chat template."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content}
+        if self.role == "tool":
+            return of_result(self.content, self.tool_call_id or "", self.name)
+        if self.role == "assistant":
+            called = ((call.function, call.id) for call in self.tool_calls or ())
+            return of_calls(self.content, (ToolCall(f.name, f.arguments, id) for f, id in called))
+        return {"role": "user" if self.role == "user" else "system", "content": self.content}
+
+
+class Function(Body):
+    """The function of a tool. parameters: a JSON schema.
+
+    strict: accepted; a call that is required conforms to the schema, any other may not.
+    """
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The tool for a chat template."""
+        function = self.function
+        names = ("name", "description", "parameters")
+        given = {n: getattr(function, n) for n in names if n in function.model_fields_set}
+        return {"type": "function", "function": given}
 
 
 class StreamOptions(Body):
@@ -149,8 +248,8 @@ class Asked(Body):
     ] = []
     samkv: Samkv = Samkv()
     n: Literal[1] = 1
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -167,6 +266,11 @@ class Asked(Body):
         return self.max_tokens
 
     @property
+    def tool_options(self) -> dict[str, Any]:
+        """The options of `with_tools`."""
+        return {}
+
+    @property
     def options(self) -> AnswerOptions:
         """The options that were given, except the length of the answer."""
         given = {name: getattr(self, name) for name in OPTIONS if name != "max_new_tokens"}
@@ -177,12 +281,15 @@ class Asked(Body):
 class AskedInChat(Asked):
     """The fields that both forms of a chat share.
 
+    tool_choice: which tool must be called: ``none``, ``auto``, ``required``, or a name, also as
+    OpenAI's API has it. parallel_tool_calls: whether an answer may hold several calls.
     safety_identifier, prompt_cache_key: accepted and ignored.
     """
 
     top_logprobs: Literal[0] = 0
-    parallel_tool_calls: bool | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] = []
+    parallel_tool_calls: bool = True
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = "auto"
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -211,10 +318,26 @@ class AskedInChat(Asked):
         raise NotImplementedError
 
     @property
+    def tool_options(self) -> dict[str, Any]:
+        """The options of `with_tools`."""
+        if self.tools:
+            tools = [tool.described for tool in self.tools]
+            return {"tools": tools, "tool_choice": self.tool_choice}
+        # LlamaIndex's OpenAILike requires a call even where it gives no tools
+        if self.tool_choice not in ("none", "auto", "required"):
+            raise InvalidOption(f"tool_choice={self.tool_choice!r:.80} without tools; give both")
+        return {}
+
+    @property
     def options(self) -> AnswerOptions:
         """The options that were given, except the length of the answer."""
         options, form = super().options, self.form
         if form is not None and (schema := form.schema_of_answer) is not None:
+            if self.tools and self.tool_choice != "none":
+                raise InvalidOption(
+                    "tools=... and a JSON schema for the answer exclude each other; leave one out, "
+                    "or give tool_choice='none'"
+                )
             options["json_schema"] = schema
         return options
 
@@ -226,7 +349,6 @@ class ChatRequest(AskedInChat):
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
     logprobs: Literal[False] = False
-    tool_choice: Literal["none"] = "none"
     modalities: list[Literal["text"]] = ["text"]
     store: Literal[False] = False
 
@@ -252,15 +374,39 @@ def _as_messages(given: object) -> object:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    messages = []
-    for item in given:
-        if isinstance(item, dict) and item.get("type") in (None, "message"):
-            kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
-            if isinstance(parts := kept.get("content"), list):
-                kept["content"] = [_as_text_part(part) for part in parts]
-            item = kept  # noqa: PLW2901
-        messages.append(item)
-    return messages
+    is_read = [not isinstance(item, dict) or item.get("type") != "reasoning" for item in given]
+    return [_as_message(item) for item in compress(given, is_read)]
+
+
+def _as_message(item: Any) -> object:  # noqa: ANN401
+    if not isinstance(item, dict):
+        return item
+    kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
+    match item.get("type"):
+        case "function_call":
+            function = {name: kept.pop(name, None) for name in ("name", "arguments")}
+            kept["tool_calls"] = [{"id": kept.pop("call_id", None), "function": function}]
+            return kept | {"role": "assistant"}
+        case "function_call_output":
+            kept["tool_call_id"], kept["role"] = kept.pop("call_id", None), "tool"
+            kept["content"] = kept.pop("output", None)
+        case other if other not in (None, "message"):
+            return item
+    if isinstance(parts := kept.get("content"), list):
+        kept["content"] = [_as_text_part(part) for part in parts]
+    return kept
+
+
+def _as_chat_tools(given: object) -> object:
+    """The tools in the form of chat completions."""
+    if not isinstance(given, list):
+        return given
+    return [
+        {"type": tool["type"], "function": {n: tool[n] for n in tool.keys() - {"type"}}}
+        if isinstance(tool, dict) and tool.get("type") == "function"
+        else tool
+        for tool in given
+    ]
 
 
 def _as_text_part(part: Any) -> object:  # noqa: ANN401
@@ -292,10 +438,12 @@ class TextOptions(Body):
 class ResponseRequest(AskedInChat):
     """``POST /v1/responses``.
 
-    input: a user message, or several messages. instructions: a system message before them.
-    max_output_tokens: the same as ``max_tokens``. store: accepted, but nothing is stored.
+    input: a user message, or several messages, calls and their results. instructions: a system
+    message before them. max_output_tokens: the same as ``max_tokens``. store: accepted, but
+    nothing is stored.
     """
 
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(_as_chat_tools)] = []
     input: Annotated[
         list[Message],
         Field(min_length=1),
@@ -308,15 +456,23 @@ class ResponseRequest(AskedInChat):
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=0)] = []
-    tool_choice: Literal["none", "auto"] = "none"
 
     _length: ClassVar[str] = "max_output_tokens"
 
     @property
-    def turns(self) -> list[dict[str, str]]:
+    def turns(self) -> list[dict[str, Any]]:
         """The turns for a chat template."""
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*first, *(message.turn for message in self.input)]
+        turns = list[dict[str, Any]]()
+        if self.instructions:
+            turns.append({"role": "system", "content": self.instructions})
+        for message in self.input:
+            turn = message.turn
+            is_call = bool(message.tool_calls) and not message.content
+            if is_call and turns and turns[-1]["role"] == "assistant":  # a turn holds all calls
+                turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
+            else:
+                turns.append(turn)
+        return turns
 
     @property
     def form(self) -> ResponseFormat:
@@ -360,7 +516,7 @@ class Usage(BaseModel):
 class _Choice(BaseModel):
     index: Literal[0]
     logprobs: None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class _Answer(BaseModel):
@@ -371,12 +527,28 @@ class _Answer(BaseModel):
     samkv: Report
 
 
+class AnsweredFunction(BaseModel):
+    """The function of a call. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AnswerMessage(BaseModel):
-    """The answer to a chat."""
+    """The answer to a chat. content: null if it is calls only."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[AnsweredCall] = []
 
 
 class ChatChoice(_Choice):
@@ -423,6 +595,17 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class OutputCall(BaseModel):
+    """A call of a tool. arguments: JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed"]
+
+
 class ResponseBody(BaseModel):
     """An answer. incomplete_details: why it was cut. samkv: its report."""
 
@@ -431,7 +614,7 @@ class ResponseBody(BaseModel):
     created_at: int
     model: str
     status: Literal["in_progress", "completed", "incomplete"]
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputCall]
     error: None
     incomplete_details: dict[str, str] | None
     usage: dict[str, Any] | None

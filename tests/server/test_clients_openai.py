@@ -199,7 +199,7 @@ def test_a_prompt_that_is_too_long(client: OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"logprobs": True}, {"tools": [{"type": "function"}]}])
+@pytest.mark.parametrize("more", [{"n": 2}, {"logprobs": True}, {"functions": [{"name": "f"}]}])
 def test_what_is_not_supported(client: OpenAI, more: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASK, **more)

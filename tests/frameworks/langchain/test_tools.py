@@ -60,8 +60,14 @@ def test_a_call(bound: Runnable[Any, AIMessage]) -> None:
     assert message.response_metadata["finish_reason"] == "stop"
 
 
-def test_a_broken_call(bound: Runnable[Any, AIMessage]) -> None:
-    broken = '<tool_call>{"name": "find_record", "argu'
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name": "find_record", "argu',
+        '{"name": "find_river", "arguments": {"town": "Denbury"}}',
+    ],
+)
+def test_a_broken_call(bound: Runnable[Any, AIMessage], broken: str) -> None:
     with dictated(broken, broken, "Sorry."):
         message = bound.invoke(QUESTION)
         streamed = sum_of(bound.stream(QUESTION))
@@ -124,7 +130,9 @@ class TestForced:
             assert bound.invoke(QUESTION).text == CALL
 
     def test_what_is_no_choice(self, chat: ChatSamKV) -> None:
-        with pytest.raises(InvalidOption, match="tool_choice='River'; allowed: auto, any, or"):
+        with pytest.raises(
+            InvalidOption, match="tool_choice='River'; allowed: none, auto, any, req"
+        ):
             chat.bind_tools([Town], tool_choice="River")
 
     def test_structured_output_by_a_call(self, chat: ChatSamKV) -> None:
