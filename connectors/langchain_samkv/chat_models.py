@@ -22,7 +22,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
+from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
@@ -173,13 +173,12 @@ class ChatSamKV(LocalModel, BaseChatModel):
             tool_call_chunk(name=call.name, args=json.dumps(call.arguments), id=call.id, index=n)
             for n, call in enumerate(found.calls)
         ]
-        broken = [invalid_tool_call(args=text) for text in found.broken]
-        if calls:  # LangChain parses chunks, and would take JSON without tags for a call
-            calls += [tool_call_chunk(args=text) for text in found.broken]
+        for text in found.broken:  # LangChain would take an object for the arguments of a call
+            is_object = text.lstrip().startswith("{")
+            calls.append(tool_call_chunk(args=f"[{text}]" if is_object else text))
         message = AIMessageChunk(
             content=rest,
             tool_call_chunks=calls,
-            invalid_tool_calls=broken,
             usage_metadata=UsageMetadata(
                 input_tokens=report.prompt_tokens,
                 output_tokens=report.completion_tokens,

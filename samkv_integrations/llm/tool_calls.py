@@ -292,7 +292,7 @@ def arguments_of(given: object) -> dict[str, Any]:
     """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
     found = _json(given or "{}") if isinstance(given, str) else given
     if not isinstance(found, dict):
-        raise InvalidOption(f"the arguments of a call are {given!r:.80}; they must be an object")
+        raise InvalidOption(f"arguments={given!r:.80} of a call; they must be an object")
     return found
 
 

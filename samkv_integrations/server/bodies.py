@@ -6,6 +6,7 @@ gets another answer than it asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -20,7 +21,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, of_calls, of_result
 from samkv_integrations.model.sampling import OPTIONS
@@ -31,7 +31,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 them, and other answers wait meanwhile."""
 
 MAX_TOOLS = 128
-"""Most tools of a request."""
+"""Most tools of a request, and calls of a message."""
 
 
 class Body(BaseModel):
@@ -85,18 +85,11 @@ class TextPart(Body):
     text: str
 
 
-def _arguments(given: object) -> object:
-    try:
-        return arguments_of(given)
-    except InvalidOption:
-        raise PydanticCustomError("arguments", "it must be the JSON of an object") from None
-
-
 class CalledFunction(Body):
-    """The function of a call, with the JSON of its arguments. parsed_arguments: ignored."""
+    """The function of a call. arguments: JSON of an object. parsed_arguments: ignored."""
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments, json_schema_input_type=str)]
+    arguments: str
     parsed_arguments: Any = None
 
 
@@ -118,7 +111,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | list[TextPart])]
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call] | None, Field(max_length=MAX_TOOLS)] = None
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
@@ -131,7 +124,7 @@ class Message(Body):
         if not isinstance(given, dict):
             return given
         kept = _without_empty(given)
-        if kept.get("role") == "assistant":
+        if given.get("role") == "assistant" or given.get("content") == []:
             kept.setdefault("content", "")
         return kept
 
@@ -150,36 +143,44 @@ class Message(Body):
         if self.role == "tool":
             return of_result(self.content, self.tool_call_id or "", self.name)
         if self.role == "assistant":
-            called = ((call.function, call.id) for call in self.tool_calls or ())
-            return of_calls(self.content, (ToolCall(f.name, f.arguments, id) for f, id in called))
+            calls = (
+                ToolCall(each.function.name, arguments_of(each.function.arguments), each.id)
+                for each in self.tool_calls or ()
+            )
+            return of_calls(self.content, calls)
         return {"role": "user" if self.role == "user" else "system", "content": self.content}
 
 
 class Function(Body):
-    """The function of a tool. parameters: a JSON schema.
+    """A tool in the form of ``/v1/responses``, or what a `Tool` holds. parameters: a JSON schema.
 
     strict: accepted; a call that is required conforms to the schema, any other may not.
     """
 
+    type: Literal["function"] = "function"
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False
 
+    @property
+    def tool(self) -> dict[str, Any]:
+        """The tool for a chat template."""
+        names = ("name", "description", "parameters")
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        return {"type": "function", "function": given}
+
 
 class Tool(Body):
-    """A tool that the model may call."""
+    """A tool in the form of chat completions."""
 
     type: Literal["function"]
     function: Function
 
     @property
-    def described(self) -> dict[str, Any]:
+    def tool(self) -> dict[str, Any]:
         """The tool for a chat template."""
-        function = self.function
-        names = ("name", "description", "parameters")
-        given = {n: getattr(function, n) for n in names if n in function.model_fields_set}
-        return {"type": "function", "function": given}
+        return self.function.tool
 
 
 class StreamOptions(Body):
@@ -266,16 +267,11 @@ class Asked(Body):
         return self.max_tokens
 
     @property
-    def tool_options(self) -> dict[str, Any]:
-        """The options of `with_tools`."""
-        return {}
-
-    @property
-    def options(self) -> AnswerOptions:
+    def options(self) -> dict[str, Any]:
         """The options that were given, except the length of the answer."""
         given = {name: getattr(self, name) for name in OPTIONS if name != "max_new_tokens"}
         given |= {"stop": self.stop or None, **self.samkv.model_dump()}
-        return cast(AnswerOptions, {n: value for n, value in given.items() if value is not None})
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class AskedInChat(Asked):
@@ -288,7 +284,7 @@ class AskedInChat(Asked):
 
     top_logprobs: Literal[0] = 0
     parallel_tool_calls: bool = True
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tools: Sequence[Tool | Function] = []
     tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = "auto"
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
@@ -318,27 +314,22 @@ class AskedInChat(Asked):
         raise NotImplementedError
 
     @property
-    def tool_options(self) -> dict[str, Any]:
-        """The options of `with_tools`."""
-        if self.tools:
-            tools = [tool.described for tool in self.tools]
-            return {"tools": tools, "tool_choice": self.tool_choice}
-        # LlamaIndex's OpenAILike requires a call even where it gives no tools
-        if self.tool_choice not in ("none", "auto", "required"):
-            raise InvalidOption(f"tool_choice={self.tool_choice!r:.80} without tools; give both")
-        return {}
-
-    @property
-    def options(self) -> AnswerOptions:
-        """The options that were given, except the length of the answer."""
+    def options(self) -> dict[str, Any]:
+        """The options that were given, except the length of the answer; and those of tools."""
         options, form = super().options, self.form
         if form is not None and (schema := form.schema_of_answer) is not None:
-            if self.tools and self.tool_choice != "none":
+            options["json_schema"] = schema
+        if self.tools and self.tool_choice != "none":
+            if "json_schema" in options:
                 raise InvalidOption(
                     "tools=... and a JSON schema for the answer exclude each other; leave one out, "
                     "or give tool_choice='none'"
                 )
-            options["json_schema"] = schema
+            options["tools"] = [each.tool for each in self.tools]
+            options["tool_choice"] = self.tool_choice
+        # LlamaIndex's OpenAILike requires a call even where it gives no tools
+        elif self.tool_choice not in ("none", "auto", "required"):
+            raise InvalidOption(f"tool_choice={self.tool_choice!r:.80} without tools; give both")
         return options
 
 
@@ -346,6 +337,7 @@ class ChatRequest(AskedInChat):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
     logprobs: Literal[False] = False
@@ -397,18 +389,6 @@ def _as_message(item: Any) -> object:  # noqa: ANN401
     return kept
 
 
-def _as_chat_tools(given: object) -> object:
-    """The tools in the form of chat completions."""
-    if not isinstance(given, list):
-        return given
-    return [
-        {"type": tool["type"], "function": {n: tool[n] for n in tool.keys() - {"type"}}}
-        if isinstance(tool, dict) and tool.get("type") == "function"
-        else tool
-        for tool in given
-    ]
-
-
 def _as_text_part(part: Any) -> object:  # noqa: ANN401
     if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
         return {n: part[n] for n in part.keys() - {"annotations", "logprobs"}} | {"type": "text"}
@@ -443,7 +423,7 @@ class ResponseRequest(AskedInChat):
     nothing is stored.
     """
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(_as_chat_tools)] = []
+    tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = []
     input: Annotated[
         list[Message],
         Field(min_length=1),
@@ -527,28 +507,13 @@ class _Answer(BaseModel):
     samkv: Report
 
 
-class AnsweredFunction(BaseModel):
-    """The function of a call. arguments: JSON."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(BaseModel):
-    """A call of a tool."""
-
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
 class AnswerMessage(BaseModel):
     """The answer to a chat. content: null if it is calls only."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[AnsweredCall] = []
+    tool_calls: list[Call] = []
 
 
 class ChatChoice(_Choice):

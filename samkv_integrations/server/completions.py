@@ -65,7 +65,7 @@ def router(service: Service) -> APIRouter:
     ) -> Response:  # fmt: skip
         service.require_model(body.model)
         engine = await service.engine(request.state.tenant)
-        options, use = {**body.options, **body.tool_options}, None
+        options, use = body.options, None
         if "tools" in options:
             prompt, use = await off_loop(with_tools, engine.model, prompt, options)
         return await service.respond(
@@ -191,9 +191,9 @@ class _ResponseWriter:
             or {"format": {"type": "text"}},
             "tool_choice": asked.tool_choice,
             "tools": [
-                {"type": "function", "parameters": {}, "strict": tool.function.strict}
-                | tool.described["function"]
-                for tool in asked.tools
+                {"type": "function", "parameters": {}, "strict": each.strict}
+                | each.tool["function"]
+                for each in asked.tools
             ],
             "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled",
         }  # fmt: skip

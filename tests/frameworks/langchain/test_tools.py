@@ -65,6 +65,7 @@ def test_a_call(bound: Runnable[Any, AIMessage]) -> None:
     [
         '<tool_call>{"name": "find_record", "argu',
         '{"name": "find_river", "arguments": {"town": "Denbury"}}',
+        '{"name": "find_record", "arguments": {"tow',
     ],
 )
 def test_a_broken_call(bound: Runnable[Any, AIMessage], broken: str) -> None:
@@ -74,7 +75,8 @@ def test_a_broken_call(bound: Runnable[Any, AIMessage], broken: str) -> None:
         bound.invoke([HumanMessage(QUESTION), message, HumanMessage("What?")])
     for each in (message, streamed):
         assert not each.tool_calls
-        assert each.invalid_tool_calls[0]["args"] == broken
+        (call,) = each.invalid_tool_calls
+        assert (call["args"] or "").strip("[]") == broken
 
 
 @pytest.mark.parametrize("answer", [f"I look.\n{CALL}{CALL}", "On the < Tume.", CALL])
