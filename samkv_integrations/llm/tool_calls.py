@@ -67,8 +67,8 @@ def form_of(model: Model) -> ToolForm:
     template = model.tool_template
     if template is None:
         raise InvalidOption(
-            f"the chat template of {model.name!r} takes no tools; retrieve in the chain, or use "
-            "a model whose template does"
+            f"tools=...: the chat template of {model.name!r} takes no tools; retrieve in the "
+            "chain, or use a model whose template does"
         )
     if _OPEN in template and "<function=" not in template and "<arg_key>" not in template:
         return ToolForm("arguments", tagged=True)  # Hermes, Qwen2.5, Qwen3
@@ -77,8 +77,9 @@ def form_of(model: Model) -> ToolForm:
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return ToolForm("arguments", tagged=False)  # Mistral
     raise InvalidOption(
-        f"the chat template of {model.name!r} takes tools, but writes calls in an unsupported "
-        "format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral ([TOOL_CALLS])"
+        f"tools=...: the chat template of {model.name!r} takes tools, but writes calls in an "
+        "unsupported format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral "
+        "([TOOL_CALLS])"
     )
 
 

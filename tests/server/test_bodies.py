@@ -72,7 +72,7 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(n="1"), "n"),
         (chat(logprobs=True), "logprobs"),
         (chat(top_logprobs=3), "top_logprobs"),
-        (chat(tools=[{"type": "function", "function": {"name": "f"}}]), None),  # by the template
+        (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
         (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools.0.type"),
         (chat(tools=[{"type": "function", "function": {}}]), "tools.0.function.name"),
         (chat(tools=[{"type": "function", "function": {"name": "f"}, "x": 1}]), "tools.0.x"),
