@@ -22,7 +22,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import ToolCallChunk, tool_call_chunk
+from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
@@ -41,6 +41,7 @@ from samkv_integrations.llm.tool_calls import (
     merged,
     of_calls,
     of_result,
+    with_tools,
 )
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
@@ -130,7 +131,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[ChatGenerationChunk]:
-        prompt, use = self._with_tools(to_turns(messages), kwargs)
+        prompt, use = with_tools(self.engine.model, to_turns(messages), kwargs)
         shown = ShownText(use)
         with closing(self.engine.stream(prompt, **self._options(stop, kwargs))) as answer:
             for delta in answer:
@@ -151,7 +152,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[ChatGenerationChunk]:
-        prompt, use = self._with_tools(to_turns(messages), kwargs)
+        prompt, use = with_tools(self.engine.model, to_turns(messages), kwargs)
         shown = ShownText(use)
         async with await self.engine.astream(prompt, **self._options(stop, kwargs)) as answer:
             async for delta in answer:
@@ -168,12 +169,13 @@ class ChatSamKV(LocalModel, BaseChatModel):
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
         """The text that was held back, the calls of tools, and the token counts."""
         (rest, found), metadata, report = shown.rest(), self._metadata(answer), answer.report
-        calls = list[ToolCallChunk]()
-        for call in found.calls:
-            args = json.dumps(call.arguments)
-            calls.append(tool_call_chunk(name=call.name, args=args, id=call.id, index=len(calls)))
-        for text in found.broken:
-            calls.append(tool_call_chunk(name=None, args=text, id=None, index=len(calls)))
+        calls = [
+            tool_call_chunk(name=call.name, args=json.dumps(call.arguments), id=call.id, index=n)
+            for n, call in enumerate(found.calls)
+        ]
+        for text in found.broken:  # LangChain would take an object for the arguments of a call
+            is_object = text.lstrip().startswith("{")
+            calls.append(tool_call_chunk(args=f"[{text}]" if is_object else text))
         message = AIMessageChunk(
             content=rest,
             tool_call_chunks=calls,

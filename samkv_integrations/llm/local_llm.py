@@ -29,10 +29,8 @@ from samkv_integrations.llm.fields import (
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.llm.tool_calls import ToolUse
-from samkv_integrations.model.quoting import Chat, RenderedPrompt
+from samkv_integrations.model.quoting import RenderedPrompt
 from samkv_integrations.model.sampling import OPTIONS, Sampling, check_option
-from samkv_integrations.prompt.reader import Prompt
 
 # -- options of a call ----------------------------------------------------------------------------
 
@@ -269,17 +267,3 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
             **{name: getattr(self, name) for name in OWN_ANSWER_OPTIONS},
             **to_options(call, always, max_new_tokens),
         }
-
-    def _with_tools(self, prompt: Prompt, call: dict[str, Any]) -> tuple[Prompt, ToolUse | None]:
-        """The prompt and its tools, which are removed from the options of the call."""
-        tools, choice = call.pop("tools", None), call.pop("tool_choice", None)
-        if not tools or choice == "none":
-            return prompt, None
-        use = ToolUse.of(self.engine.model, tools, choice)
-        if not isinstance(prompt, list):
-            raise InvalidOption(
-                "tools with messages_to_prompt; leave it out, for the chat template"
-            )
-        if use.json_schema is not None:
-            call["json_schema"] = use.json_schema
-        return Chat(prompt, use.tools), use

@@ -5,19 +5,25 @@ Tools are described in OpenAI's form, which both frameworks convert theirs to.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.model import Model
+from samkv_integrations.model.quoting import Chat
+from samkv_integrations.prompt.reader import Prompt
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
+_FENCE = "```json"
+_FENCED = re.compile(f"{_FENCE}(.*?)(?:```)?", re.DOTALL)
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
@@ -26,8 +32,9 @@ class ToolForm:
     """How a model writes calls in an answer.
 
     arguments: the key of the arguments, beside ``name``.
-    tagged: whether each call stands in ``<tool_call>`` tags, with or without text around it; else
-        the whole answer is a call, a list of calls, or text.
+    tagged: whether each call may stand in ``<tool_call>`` tags, with or without text around it.
+        Without tags the whole answer is calls in JSON, or text: Qwen2.5-Coder writes no tags though
+        its template asks for them.
     """
 
     arguments: str
@@ -45,7 +52,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The parts of an answer. broken: calls that cannot be parsed, with their tags."""
+    """The parts of an answer. broken: what resembles a call and is none, as the model wrote it."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -60,8 +67,8 @@ def form_of(model: Model) -> ToolForm:
     template = model.tool_template
     if template is None:
         raise InvalidOption(
-            f"the chat template of {model.name!r} takes no tools; retrieve in the chain, or use "
-            "a model whose template does"
+            f"tools=...: the chat template of {model.name!r} takes no tools; retrieve in the "
+            "chain, or use a model whose template does"
         )
     if _OPEN in template and "<function=" not in template and "<arg_key>" not in template:
         return ToolForm("arguments", tagged=True)  # Hermes, Qwen2.5, Qwen3
@@ -70,8 +77,9 @@ def form_of(model: Model) -> ToolForm:
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return ToolForm("arguments", tagged=False)  # Mistral
     raise InvalidOption(
-        f"the chat template of {model.name!r} takes tools, but writes calls in an unsupported "
-        "format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral ([TOOL_CALLS])"
+        f"tools=...: the chat template of {model.name!r} takes tools, but writes calls in an "
+        "unsupported format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral "
+        "([TOOL_CALLS])"
     )
 
 
@@ -100,7 +108,7 @@ class ToolUse:
     def of(cls, model: Model, tools: Sequence[Mapping[str, Any]], choice: object) -> ToolUse:
         """The tools, and which must be called.
 
-        choice: None or ``auto``; ``any``, ``required`` or True; or a name, also in OpenAI's form.
+        choice: None or ``auto``; ``any``, ``required`` or True; or a name, also in OpenAI's forms.
 
         Raises InvalidOption for any other choice, and as `form_of` does.
         """
@@ -112,7 +120,7 @@ class ToolUse:
                 "has a 'name'"
             ) from error
         if isinstance(choice, Mapping):
-            function = choice.get("function", {})
+            function = choice.get("function", choice)
             choice = function.get("name", choice) if isinstance(function, Mapping) else choice
         if choice in (None, False, "auto"):
             forced: tuple[str, ...] = ()
@@ -122,7 +130,8 @@ class ToolUse:
             forced = (str(choice),)
         else:
             raise InvalidOption(
-                f"tool_choice={choice!r}; allowed: auto, any, or one of {', '.join(names) or '-'}"
+                f"tool_choice={choice!r:.80}; allowed: none, auto, any, required, or one of "
+                f"{', '.join(names):.200}"
             )
         return cls(tuple(tools), form_of(model), forced)
 
@@ -147,42 +156,81 @@ class ToolUse:
     def read(self, text: str) -> ToolAnswer:
         """The parts of a complete answer."""
         if self.form.tagged and not self.forced:
-            parts = [(match[0], self._call(match[1])) for match in _TAGGED.finditer(text)]
-            return ToolAnswer(
-                _TAGGED.sub("", text).rstrip() if parts else text,
-                tuple(call for _, call in parts if call),
-                tuple(whole for whole, call in parts if not call),
-            )
-        try:
-            value, end = json.JSONDecoder().raw_decode(text.strip())
-        except ValueError:
-            return ToolAnswer(text)
-        calls = [self._call(json.dumps(v)) for v in (value if isinstance(value, list) else [value])]
-        if not calls or None in calls:
-            return ToolAnswer(text)
-        return ToolAnswer(text.strip()[end:].strip(), tuple(call for call in calls if call))
+            parts = [(match[0], self._call(_json(match[1]))) for match in _TAGGED.finditer(text)]
+            if parts:
+                return ToolAnswer(
+                    _TAGGED.sub("", text).rstrip(),
+                    tuple(call for _, call in parts if call),
+                    tuple(whole for whole, call in parts if not call),
+                )
+        return self._untagged(text)
+
+    def _untagged(self, text: str) -> ToolAnswer:
+        """The parts of an answer without tags, in which a call must name one of the tools."""
+        body = text.strip()
+        if fenced := _FENCED.fullmatch(body):
+            body = fenced[1].strip()
+        values, rest = list[Any](), body
+        with suppress(ValueError, RecursionError):
+            while rest.startswith(("{", "[")):
+                value, end = json.JSONDecoder().raw_decode(rest)
+                values += value if isinstance(value, list) else [value]
+                rest = rest[end:].lstrip()
+        names = [tool["function"]["name"] for tool in self.tools]
+        calls = [call for value in values if (call := self._call(value)) and call.name in names]
+        if calls and len(calls) == len(values):
+            return ToolAnswer(rest, tuple(calls))
+        keys = ('"name"', f'"{self.form.arguments}"')
+        resembles = body.startswith(("{", "[")) and all(key in body for key in keys)
+        return ToolAnswer("", broken=(text,)) if resembles or self.forced else ToolAnswer(text)
 
     def shown(self, text: str) -> str:
         """The part of an incomplete answer that can be shown: it cannot belong to a tool call."""
-        if self.form.tagged and not self.forced:
-            before = text.partition(_OPEN)[0]
-            held = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)
-            return before[: len(before) - held].rstrip()
-        may_be_call = text.lstrip()[:1] in ("", "{", "[")
-        return "" if self.forced or may_be_call else text
+        start = text.lstrip()
+        if self.forced or start.startswith(("{", "[", _FENCE)) or _FENCE.startswith(start):
+            return ""
+        if not self.form.tagged:
+            return text
+        before = text.partition(_OPEN)[0]
+        held = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)
+        return before[: len(before) - held].rstrip()
 
-    def _call(self, text: str) -> ToolCall | None:
-        """The call in ``text``, which is JSON; None if it cannot be parsed."""
-        try:
-            call = json.loads(text)
-            name, arguments = call["name"], call.get(self.form.arguments, {})
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, TypeError, AttributeError, KeyError):
+    def _call(self, value: object) -> ToolCall | None:
+        """The call that a JSON value describes; None if it describes none."""
+        if not isinstance(value, Mapping):
             return None
+        name, arguments = value.get("name"), value.get(self.form.arguments, {})
+        arguments = _json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
         letters = (secrets.choice(_ID_LETTERS) for _ in range(9))
         return ToolCall(name, arguments, "".join(letters))
+
+
+def _json(text: str) -> object:
+    """The value of a text that a model wrote; None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def with_tools(
+    model: Model, prompt: Prompt, options: dict[str, Any]
+) -> tuple[Prompt, ToolUse | None]:
+    """The prompt with its tools, which are removed from the options of the call.
+
+    Where a call is required, ``json_schema`` of the options becomes that of the call.
+    """
+    tools, choice = options.pop("tools", None), options.pop("tool_choice", None)
+    if not tools or choice == "none":
+        return prompt, None
+    use = ToolUse.of(model, tools, choice)
+    if not isinstance(prompt, list):
+        raise InvalidOption("tools with messages_to_prompt; leave it out, for the chat template")
+    if use.json_schema is not None:
+        options["json_schema"] = use.json_schema
+    return Chat(prompt, use.tools), use
 
 
 class ShownText:
@@ -241,11 +289,19 @@ def merged(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def arguments_of(given: object) -> dict[str, Any]:
+    """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
+    found = _json(given or "{}") if isinstance(given, str) else given
+    if not isinstance(found, dict):
+        raise InvalidOption(f"arguments={given!r:.80} of a call; they must be an object")
+    return found
+
+
 def of_calls(content: str, calls: Iterable[ToolCall]) -> dict[str, Any]:
     """The assistant's turn, with the calls that it made, if any."""
     written = [
         {
-            "id": call.id,
+            "id": _short(call.id),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -257,5 +313,12 @@ def of_calls(content: str, calls: Iterable[ToolCall]) -> dict[str, Any]:
 
 def of_result(content: str, call_id: str, name: str | None) -> dict[str, Any]:
     """The turn with the result of a call."""
-    turn = {"role": "tool", "content": content, "tool_call_id": call_id}
+    turn = {"role": "tool", "content": content, "tool_call_id": _short(call_id)}
     return {**turn, "name": name} if name else turn
+
+
+def _short(call_id: str) -> str:
+    """The id of a call as nine letters and digits, since Mistral's templates accept no other."""
+    if len(call_id) == 9 and set(call_id) <= set(_ID_LETTERS):
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="replace")).hexdigest()[:9]

@@ -6,20 +6,33 @@ gets another answer than it asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, of_calls, of_result
 from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 """Most stop strings of a request, and characters of each. Every token is checked against all of
 them, and other answers wait meanwhile."""
+
+MAX_TOOLS = 128
+"""Most tools of a request, and calls of a message."""
 
 
 def _no_boolean(value: object) -> object:
@@ -54,6 +67,11 @@ def _single(given: object) -> object:
     return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
+def _without_empty(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields that carry something; clients send back all fields of an answer."""
+    return {n: value for n, value in given.items() if value or value not in (None, [], {})}
+
+
 def _text_of(content: object) -> object:
     """The text of a message, one line for each of its parts."""
     if not isinstance(content, list):
@@ -65,7 +83,7 @@ def _text_of(content: object) -> object:
                 "unsupported", "a part of type {kind}; this model reads text only",
                 {"kind": ascii(kind)[:80]},  # pydantic can write no lone surrogate
             )  # fmt: skip
-        given = {name: value for name, value in part.items() if value is not None}
+        given = _without_empty(part)
         if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
             raise PydanticCustomError("text_part", "a part of type 'text' has a string, 'text'")
     return "\n".join(part["text"] for part in content)
@@ -78,19 +96,102 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
-    """One turn of a chat. name, refusal: accepted and ignored; clients send them back."""
+class CalledFunction(Body):
+    """The function of a call. arguments: JSON of an object. parsed_arguments: ignored."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class Call(Body):
+    """A call of a tool, in a message of the assistant. index: ignored."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """One turn of a chat.
+
+    content: optional for the assistant. tool_calls: of the assistant; tool_call_id: of a tool.
+    Others are accepted and ignored; clients send them back. Fields that are empty count as absent.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | list[TextPart])]
+    tool_calls: Annotated[list[Call] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
+    annotations: Annotated[list[Any] | None, Field(max_length=1024)] = None
+    parsed: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:  # noqa: ANN401
+        if not isinstance(given, dict):
+            return given
+        kept = _without_empty(given)
+        if given.get("role") == "assistant" or given.get("content") == []:
+            kept.setdefault("content", "")
+        return kept
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Message:
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise PydanticCustomError(
+                    "tools", "{name} goes with role '{role}' only", {"name": name, "role": role}
+                )
+        return self
 
     @property
-    def turn(self) -> dict[str, str]:
+    def turn(self) -> dict[str, Any]:
         """The turn for a chat template."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content}
+        if self.role == "tool":
+            return of_result(self.content, self.tool_call_id or "", self.name)
+        if self.role == "assistant":
+            calls = (
+                ToolCall(each.function.name, arguments_of(each.function.arguments), each.id)
+                for each in self.tool_calls or ()
+            )
+            return of_calls(self.content, calls)
+        return {"role": "user" if self.role == "user" else "system", "content": self.content}
+
+
+class Function(Body):
+    """A tool in the form of ``/v1/responses``, or what a `Tool` holds. parameters: a JSON schema.
+
+    strict: accepted; a call that is required conforms to the schema, any other may not.
+    """
+
+    type: Literal["function"] = "function"
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        """The tool for a chat template."""
+        names = ("name", "description", "parameters")
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        return {"type": "function", "function": given}
+
+
+class Tool(Body):
+    """A tool in the form of chat completions."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        """The tool for a chat template."""
+        return self.function.tool
 
 
 Messages = Annotated[list[Message], Field(min_length=1), FailFast()]
@@ -163,8 +264,8 @@ class Asked(Body):
     ] = []
     samkv: Samkv = Samkv()
     n: One = 1
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0.0
+    presence_penalty: Zero = 0
+    frequency_penalty: Zero = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -181,22 +282,25 @@ class Asked(Body):
         return self.max_tokens
 
     @property
-    def options(self) -> AnswerOptions:
+    def options(self) -> dict[str, Any]:
         """The options that were given, except the length of the answer."""
         given = {name: getattr(self, name) for name in OPTIONS if name != "max_new_tokens"}
         given |= {"stop": self.stop or None, **self.samkv.model_dump()}
-        return cast(AnswerOptions, {n: value for n, value in given.items() if value is not None})
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class AskedInChat(Asked):
     """The fields that both forms of a chat share.
 
+    tool_choice: which tool must be called: ``none``, ``auto``, ``required``, or a name, also as
+    OpenAI's API has it. parallel_tool_calls: whether an answer may hold several calls.
     safety_identifier, prompt_cache_key: accepted and ignored.
     """
 
     top_logprobs: Zero = 0
-    parallel_tool_calls: bool | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] = []
+    parallel_tool_calls: bool = True
+    tools: Sequence[Tool | Function] = []
+    tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = "auto"
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -225,11 +329,22 @@ class AskedInChat(Asked):
         raise NotImplementedError
 
     @property
-    def options(self) -> AnswerOptions:
-        """The options that were given, except the length of the answer."""
+    def options(self) -> dict[str, Any]:
+        """The options that were given, except the length of the answer; and those of tools."""
         options, form = super().options, self.form
         if form is not None and (schema := form.schema_of_answer) is not None:
             options["json_schema"] = schema
+        if self.tools and self.tool_choice != "none":
+            if "json_schema" in options:
+                raise InvalidOption(
+                    "tools=... and a JSON schema for the answer exclude each other; leave one out, "
+                    "or give tool_choice='none'"
+                )
+            options["tools"] = [each.tool for each in self.tools]
+            options["tool_choice"] = self.tool_choice
+        # LlamaIndex's OpenAILike requires a call even where it gives no tools
+        elif self.tool_choice not in ("none", "auto", "required"):
+            raise InvalidOption(f"tool_choice={self.tool_choice!r:.80} without tools; give both")
         return options
 
 
@@ -237,10 +352,10 @@ class ChatRequest(AskedInChat):
     """``POST /v1/chat/completions``."""
 
     messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     response_format: ResponseFormat | None = None
     logprobs: Literal[False] = False
-    tool_choice: Literal["none"] = "none"
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     store: Literal[False] = False
 
@@ -266,15 +381,27 @@ def _as_messages(given: object) -> object:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    messages = []
-    for item in given:
-        if isinstance(item, dict) and item.get("type") in (None, "message"):
-            kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
-            if isinstance(parts := kept.get("content"), list):
-                kept["content"] = [_as_text_part(part) for part in parts]
-            item = kept  # noqa: PLW2901
-        messages.append(item)
-    return messages
+    is_read = [not isinstance(item, dict) or item.get("type") != "reasoning" for item in given]
+    return [_as_message(item) for item in compress(given, is_read)]
+
+
+def _as_message(item: Any) -> object:  # noqa: ANN401
+    if not isinstance(item, dict):
+        return item
+    kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
+    match item.get("type"):
+        case "function_call":
+            function = {name: kept.pop(name, None) for name in ("name", "arguments")}
+            kept["tool_calls"] = [{"id": kept.pop("call_id", None), "function": function}]
+            return kept | {"role": "assistant"}
+        case "function_call_output":
+            kept["tool_call_id"], kept["role"] = kept.pop("call_id", None), "tool"
+            kept["content"] = kept.pop("output", None)
+        case other if other not in (None, "message"):
+            return item
+    if isinstance(parts := kept.get("content"), list):
+        kept["content"] = [_as_text_part(part) for part in parts]
+    return kept
 
 
 def _as_text_part(part: Any) -> object:  # noqa: ANN401
@@ -306,10 +433,12 @@ class TextOptions(Body):
 class ResponseRequest(AskedInChat):
     """``POST /v1/responses``.
 
-    input: a user message, or several messages. instructions: a system message before them.
-    max_output_tokens: the same as ``max_tokens``. store: accepted, but nothing is stored.
+    input: a user message, or several messages, calls and their results. instructions: a system
+    message before them. max_output_tokens: the same as ``max_tokens``. store: accepted, but
+    nothing is stored.
     """
 
+    tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = []
     input: Annotated[
         Messages,
         BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]),
@@ -321,15 +450,23 @@ class ResponseRequest(AskedInChat):
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=0)] = []
-    tool_choice: Literal["none", "auto"] = "none"
 
     _length: ClassVar[str] = "max_output_tokens"
 
     @property
-    def turns(self) -> list[dict[str, str]]:
+    def turns(self) -> list[dict[str, Any]]:
         """The turns for a chat template."""
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*first, *(message.turn for message in self.input)]
+        turns = list[dict[str, Any]]()
+        if self.instructions:
+            turns.append({"role": "system", "content": self.instructions})
+        for message in self.input:
+            turn = message.turn
+            is_call = bool(message.tool_calls) and not message.content
+            if is_call and turns and turns[-1]["role"] == "assistant":  # a turn holds all calls
+                turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
+            else:
+                turns.append(turn)
+        return turns
 
     @property
     def form(self) -> ResponseFormat:
@@ -373,7 +510,7 @@ class Usage(BaseModel):
 class _Choice(BaseModel):
     index: Literal[0]
     logprobs: None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class _Answer(BaseModel):
@@ -385,11 +522,12 @@ class _Answer(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """The answer to a chat."""
+    """The answer to a chat. content: null if it is calls only."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[Call] = []
 
 
 class ChatChoice(_Choice):
@@ -436,6 +574,17 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class OutputCall(BaseModel):
+    """A call of a tool. arguments: JSON."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["in_progress", "completed"]
+
+
 class ResponseBody(BaseModel):
     """An answer. incomplete_details: why it was cut. samkv: its report."""
 
@@ -444,7 +593,7 @@ class ResponseBody(BaseModel):
     created_at: int
     model: str
     status: Literal["in_progress", "completed", "incomplete"]
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputCall]
     error: None
     incomplete_details: dict[str, str] | None
     usage: dict[str, Any] | None

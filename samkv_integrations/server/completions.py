@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import Answer, AnswerStream
+from samkv_integrations.engine.request import AnswerOptions
+from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.llm.local_llm import usage_of
+from samkv_integrations.llm.tool_calls import ShownText, ToolCall, ToolUse, with_tools
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.bodies import (
     Asked,
+    AskedInChat,
     ChatCompletion,
     ChatRequest,
     Completion,
@@ -43,33 +47,67 @@ def router(service: Service) -> APIRouter:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template."""
         turns = [message.turn for message in body.messages]
-        return await answered(request, body, turns, _Writer(body))
+        return await answered(request, body, turns, _Writer)
 
     @routes.post("/completions", response_model=None, responses=with_stream(Completion, _CHUNKS))
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, without a chat template."""
-        return await answered(request, body, body.prompt, _Writer(body))
+        return await answered(request, body, body.prompt, _Writer)
 
     @routes.post("/responses", response_model=None, responses=with_stream(ResponseBody, _EVENTS))
     async def respond(body: ResponseRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template. Nothing is stored."""
-        return await answered(request, body, body.turns, _ResponseWriter(body))
+        return await answered(request, body, body.turns, _ResponseWriter)
 
-    async def answered(request: Request, body: Asked, prompt: Prompt, writer: Writer) -> Response:
+    async def answered(
+        request: Request, body: Asked, prompt: Prompt,
+        writer: Callable[[Any, ToolUse | None], Writer],
+    ) -> Response:  # fmt: skip
         service.require_model(body.model)
         engine = await service.engine(request.state.tenant)
+        options, use = body.options, None
+        if "tools" in options:
+            prompt, use = await off_loop(with_tools, engine.model, prompt, options)
         return await service.respond(
-            request, engine, prompt, body.options, writer,
+            request, engine, prompt, cast(AnswerOptions, options), writer(body, use),
             most_tokens=body.most_tokens, is_streamed=body.stream,
         )  # fmt: skip
 
     return routes
 
 
+class _Parts:
+    """The text and the calls of one answer. calls: complete once the text is."""
+
+    def __init__(self, body: Asked, use: ToolUse | None) -> None:
+        self._shown = ShownText(use)
+        is_parallel = not isinstance(body, AskedInChat) or body.parallel_tool_calls
+        self._most_calls = None if is_parallel else 1
+        self.calls: tuple[ToolCall, ...] = ()
+
+    def of(self, answer: Answer) -> str:
+        """The text of a whole answer."""
+        return self._shown.push(answer.text) + self._rest()
+
+    async def pieces(self, stream: AnswerStream) -> AsyncIterator[str]:
+        """The text of a stream."""
+        async for delta in stream:
+            if text := self._shown.push(delta):
+                yield text
+        if text := self._rest():
+            yield text
+
+    def _rest(self) -> str:
+        rest, found = self._shown.rest()
+        self.calls = found.calls[: self._most_calls]
+        return rest + "".join(found.broken)
+
+
 class _Writer:
     """Writes one answer in OpenAI's form, as a chat or as a text."""
 
-    def __init__(self, body: Asked) -> None:
+    def __init__(self, body: Asked, use: ToolUse | None) -> None:
+        self._parts = _Parts(body, use)
         self._is_chat = isinstance(body, ChatRequest)
         self._includes_usage = body.stream_options.include_usage
         prefix = "chatcmpl" if self._is_chat else "cmpl"
@@ -82,13 +120,16 @@ class _Writer:
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """The body of a whole answer."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        text = self._parts.of(answer)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._parts.calls:
+            message |= {"content": text or None, "tool_calls": self._calls()}
         return {
             **self._head,
             "choices": [
                 _choice(
-                    {"message": message} if self._is_chat else {"text": answer.text},
-                    answer.finish_reason,
+                    {"message": message} if self._is_chat else {"text": text},
+                    self._reason(answer.finish_reason),
                 )
             ],
             "usage": usage_of(answer.report),
@@ -101,10 +142,16 @@ class _Writer:
         if self._is_chat:
             first = {"delta": {"role": "assistant", "content": ""}}
             yield {**head, "choices": [_choice(first)]}
-        async for text in stream:
+        async for text in self._parts.pieces(stream):
             piece = {"delta": {"content": text}} if self._is_chat else {"text": text}
             yield {**head, "choices": [_choice(piece)]}
-        end = _choice({"delta": {}} if self._is_chat else {"text": ""}, stream.finish_reason)
+        for number, call in enumerate(self._calls()):
+            yield {
+                **head,
+                "choices": [_choice({"delta": {"tool_calls": [{"index": number} | call]}})],
+            }
+        last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+        end = _choice(last, self._reason(stream.finish_reason))
         # the report names the model as this machine does, such as by a folder
         cost = {"samkv": stream.report.to_dict() | {"model": head["model"]}}
         if not self._includes_usage:
@@ -112,6 +159,16 @@ class _Writer:
             return
         yield {**head, "choices": [end]}
         yield {**head, "choices": [], "usage": usage_of(stream.report), **cost}
+
+    def _calls(self) -> list[dict[str, Any]]:
+        return [
+            {"id": call.id, "type": "function",
+             "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            for call in self._parts.calls
+        ]  # fmt: skip
+
+    def _reason(self, finish_reason: str | None) -> str | None:
+        return "tool_calls" if self._parts.calls and finish_reason == "stop" else finish_reason
 
 
 def _choice(text: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
@@ -121,24 +178,30 @@ def _choice(text: dict[str, Any], finish_reason: str | None = None) -> dict[str,
 class _ResponseWriter:
     """Writes one answer in the form of ``/v1/responses``."""
 
-    def __init__(self, asked: ResponseRequest) -> None:
+    def __init__(self, asked: ResponseRequest, use: ToolUse | None) -> None:
+        self._parts = _Parts(asked, use)
         self._item = f"msg_{secrets.token_hex(12)}"
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}", "object": "response",
             "created_at": int(time.time()), "model": asked.model, "error": None,
             "instructions": asked.instructions, "max_output_tokens": asked.most_tokens,
-            "metadata": asked.metadata or {}, "parallel_tool_calls": False,
+            "metadata": asked.metadata or {}, "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None, "store": False, "temperature": asked.temperature or 0.0,
             "text": asked.text.model_dump(by_alias=True, exclude_unset=True)
             or {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [], "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "truncation": "disabled",
+            "tool_choice": asked.tool_choice,
+            "tools": [
+                {"type": "function", "parameters": {}, "strict": each.strict}
+                | each.tool["function"]
+                for each in asked.tools
+            ],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p, "truncation": "disabled",
         }  # fmt: skip
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """The body of a whole answer."""
-        return self._response(answer.text, answer.finish_reason, answer.report)
+        text = self._parts.of(answer)
+        return self._response(text, answer.finish_reason, answer.report)
 
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The data of the events of a stream."""
@@ -149,24 +212,42 @@ class _ResponseWriter:
         at = place | {"item_id": self._item, "content_index": 0}
         number = 0
 
-        def event(name: str, **data: Any) -> dict[str, Any]:  # noqa: ANN401
+        def event(name: str, /, **data: Any) -> dict[str, Any]:  # noqa: ANN401
             nonlocal number
             number += 1
             return {"type": f"response.{name}", "sequence_number": number - 1, **data}
 
         yield event("created", response=begun)
         yield event("in_progress", response=begun)
-        yield event("output_item.added", item=self._message(None, "in_progress"), **place)
-        yield event("content_part.added", part=part, **at)
         text = ""
-        async for piece in stream:
+        opening: list[tuple[str, dict[str, Any]]] = [
+            ("output_item.added", place | {"item": self._message(None, "in_progress")}),
+            ("content_part.added", at | {"part": part}),
+        ]
+        async for piece in self._parts.pieces(stream):
+            for name, data in opening:
+                yield event(name, **data)
+            opening = []
             text += piece
             yield event("output_text.delta", delta=piece, logprobs=[], **at)
+        if not self._parts.calls:  # the answer is an empty text
+            for name, data in opening:
+                yield event(name, **data)
         done = self._response(text, stream.finish_reason, stream.report)
-        (message,) = done["output"]
-        yield event("output_text.done", text=text, logprobs=[], **at)
-        yield event("content_part.done", part=part | {"text": text}, **at)
-        yield event("output_item.done", item=message, **place)
+        for index, item in enumerate(done["output"]):
+            place = {"output_index": index}
+            if item["type"] == "message":
+                yield event("output_text.done", text=text, logprobs=[], **at)
+                yield event("content_part.done", part=part | {"text": text}, **at)
+            else:
+                call, written = place | {"item_id": item["id"]}, item["arguments"]
+                begun = item | {"arguments": "", "status": "in_progress"}
+                yield event("output_item.added", item=begun, **place)
+                yield event("function_call_arguments.delta", delta=written, **call)
+                yield event(
+                    "function_call_arguments.done", name=item["name"], arguments=written, **call
+                )
+            yield event("output_item.done", item=item, **place)
         yield event(done["status"], response=done)
 
     def _message(self, text: str | None, status: str) -> dict[str, Any]:
@@ -181,7 +262,10 @@ class _ResponseWriter:
         usage = usage_of(report)
         return self._head | {
             "status": status,
-            "output": [self._message(text, status)],
+            "output": [
+                *([self._message(text, status)] if text or not self._parts.calls else []),
+                *map(_call_item, self._parts.calls),
+            ],
             "incomplete_details": (
                 {"reason": "max_output_tokens"} if status == "incomplete" else None
             ),
@@ -195,3 +279,10 @@ class _ResponseWriter:
             # without the name of the model in this machine, such as a folder
             "samkv": report.to_dict() | {"model": self._head["model"]},
         }
+
+
+def _call_item(call: ToolCall) -> dict[str, Any]:
+    return {
+        "type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name,
+        "arguments": json.dumps(call.arguments), "status": "completed",
+    }  # fmt: skip

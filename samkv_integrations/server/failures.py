@@ -32,6 +32,26 @@ _STORE = (
 _FIELD = re.compile(r"(\w+)=|unknown (\w+) ")
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
 """Characters of a message; the middle of a longer one, such as a value, is left out."""
+_ALLOWED = {
+    "literal_error": "allowed: {expected}; nothing else is supported",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "finite_number": "it must be a finite number",
+    "float_type": "it must be a number",
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be a string",
+    "string_too_short": "it needs {min_length} or more characters",
+    "string_too_long": "it may have {max_length} characters at most",
+    "too_short": "it needs {min_length} or more elements",
+    "too_long": "it may have {max_length} elements at most",
+    "list_type": "it must be a list",
+    "dict_type": "it must be an object",
+    "model_type": "it must be an object",
+    "model_attributes_type": "it must be an object",
+}
+"""What is allowed, by pydantic's type of error."""
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
     429: {"retry-after": "1"},
@@ -79,6 +99,8 @@ class Failure(HTTPException):
         """
         if isinstance(error, Failure):
             return error
+        if isinstance(error, RecursionError):
+            return cls(400, "the body has lists and objects that are too deep; nest fewer")
         if not isinstance(error, SamkvError):
             where = "".join(traceback.format_tb(error.__traceback__))
             return cls(
@@ -114,15 +136,15 @@ class Failure(HTTPException):
                 return cls(400, message, param=param, code="unsupported_parameter")
             case "missing":
                 return cls(400, f"{param or 'the body'} is missing; give it", param=param)
+        given, context = error.get("input"), error.get("ctx", {})
+        allowed = _ALLOWED.get(error["type"])
+        words = error["msg"] if allowed is None else allowed.format_map(context)
         if not where:
-            message = (
-                f"the body: {error['msg']}; send one JSON object, with the header 'content-type: "
-                "application/json'"
-            )
-            return cls(400, message, code="invalid_value")
-        given = error.get("input")
+            if isinstance(given, bytes):
+                words = "it is not read as JSON; send the header 'content-type: application/json'"
+            return cls(400, f"the body: {words}", code="invalid_value")
         value = shown(given) if isinstance(given, str | int | float | bool | None) else "..."
-        return cls(400, f"{param}={value}: {error['msg']}", param=param, code="invalid_value")
+        return cls(400, f"{param}={value}: {words}", param=param, code="invalid_value")
 
     @property
     def body(self) -> dict[str, Any]:

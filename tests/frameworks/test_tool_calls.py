@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.tool_calls import ToolUse, form_of
+from samkv_integrations.llm.tool_calls import ToolCall, ToolUse, form_of, of_calls, of_result
 from samkv_integrations.model.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin
@@ -115,6 +115,44 @@ def test_several_calls() -> None:
     assert len(use("mistral").read(f"[{CALL}, {CALL}]").calls) == 2
 
 
+@pytest.mark.parametrize("answer", [CALL, f"```json\n{CALL}\n```", f"[{CALL}]", f"{CALL}\n"])
+def test_a_call_without_the_tags_that_the_template_asks_for(answer: str) -> None:
+    """As Qwen2.5-Coder writes them."""
+    (call,) = use().read(answer).calls
+    assert (call.name, call.arguments) == ("find_town", {"name": "Denbury"})
+    assert len(use().read(f"{CALL}\n{CALL}").calls) == 2
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        CALL.replace("find_town", "find_river"),
+        CALL.replace('{"name": "Denbury"}', "3"),
+        f"[{CALL}, 3]",
+        CALL[:-5],
+        f"```json\n{CALL[:-5]}",
+    ],
+)
+def test_json_that_only_resembles_a_call(form: str, answer: str) -> None:
+    found = use(form).read(answer)
+    assert (found.text, found.calls, found.broken) == ("", (), (answer,))
+
+
+def test_nesting_without_end() -> None:
+    for answer in ("[" * 100_000, f"<tool_call>{'[' * 100_000}</tool_call>"):
+        assert not use().read(answer).calls
+
+
+def test_ids_of_other_servers_fit_every_template() -> None:
+    """Mistral's template refuses others than nine letters and digits."""
+    id = "call_yM7OzUnzrAbCdEfGhIjKlMnO"
+    (called,) = of_calls("", [ToolCall("f", {}, id)])["tool_calls"]
+    assert called["id"] == of_result("", id, None)["tool_call_id"]
+    assert len(called["id"]) == 9 and called["id"].isalnum()
+    assert of_result("", "yM7OzUnzr", None)["tool_call_id"] == "yM7OzUnzr"
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
 @pytest.mark.parametrize("answer", ["On the Tume.", '{"river": "Tume"}', "[1, 2]", "{not JSON", ""])
 def test_what_is_no_call_is_text(form: str, answer: str) -> None:
@@ -139,6 +177,8 @@ def test_a_broken_call_keeps_its_text(inside: str) -> None:
         "a < b and <tool",
         CALL,
         f"[{CALL}]",
+        f"```json\n{CALL}\n```",
+        "```python\nprint(1)\n```",
         "[1] Tume",
         "No.",
     ],
@@ -150,12 +190,14 @@ def test_what_a_stream_shows_is_the_beginning_of_the_text(form: str, answer: str
     shown = [of.shown(answer[:end]) for end in range(len(answer) + 1)]
     assert all(whole.startswith(text) for text in shown)
     assert [len(text) for text in shown] == sorted(len(text) for text in shown)
-    if not answer.startswith(("{", "[")):
+    if not answer.startswith(("{", "[", "```json")):
         assert shown[-1]
 
 
 class TestForced:
     @pytest.mark.parametrize("choice", ["find_river", {"type": "any"}, 3])
     def test_what_is_no_choice(self, choice: object) -> None:
-        with pytest.raises(InvalidOption, match="allowed: auto, any, or one of find_town"):
+        with pytest.raises(
+            InvalidOption, match="allowed: none, auto, any, required, or one of find_town"
+        ):
             use(choice=choice)

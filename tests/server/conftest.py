@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations.engine.scheduler import Limits, Scheduler
+from samkv_integrations.model.model import Model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
@@ -22,9 +23,10 @@ class App:
     """An application on a tiny model, and what stands behind it."""
 
     def __init__(
-        self, folder: Path, *, keys: str = "", limits: Limits | None = None, **options: Any
-    ) -> None:
-        self.scheduler = Scheduler(tiny_model("llama"), limits)
+        self, folder: Path, *, keys: str = "", limits: Limits | None = None,
+        model: Model | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.scheduler = Scheduler(model or tiny_model("llama"), limits)
         self.tenancy = Tenancy(self.scheduler, folder, method="reuse", block_size=8)
         self.keys = ApiKeys(keys, Tenant())
         defaults = {"model_name": "tiny", "most_tokens": 6, "max_body_bytes": 100_000}

@@ -11,6 +11,7 @@ import pytest
 from tests.server.conftest import App
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
@@ -45,9 +46,12 @@ def says(*content: object) -> dict[str, Any]:
                 {"role": "developer", "content": "Be brief.", "name": None},
                 {"role": "user", "content": "Q?", "name": "Ann"},
                 {"role": "assistant", "content": "A.", "refusal": None, "tool_calls": None},
-                {"role": "user", "content": "Q?"},
+                {"role": "assistant", "content": None, "annotations": [], "audio": None,
+                 "function_call": None, "tool_calls": [], "parsed": None},
+                {"role": "user", "content": [{"type": "text", "text": "Q?", "annotations": []}]},
             ]
         ),
+        chat(tool_choice="required"),
     ],
 )  # fmt: skip
 async def test_chats_that_are_taken(body: dict[str, Any], app: App) -> None:
@@ -71,7 +75,10 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(top_logprobs=3), "top_logprobs"),
         (chat(top_logprobs=False), "top_logprobs"),
         (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-        (chat(tool_choice="auto"), "tool_choice"),
+        (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools.0.type"),
+        (chat(tools=[{"type": "function", "function": {}}]), "tools.0.function.name"),
+        (chat(tools=[{"type": "function", "function": {"name": "f"}, "x": 1}]), "tools.0.x"),
+        (chat(tool_choice="f"), "tool_choice"),
         (chat(functions=[]), "functions"),
         (chat(presence_penalty=0.5), "presence_penalty"),
         (chat(logit_bias={"50": 1.0}), "logit_bias"),
@@ -100,7 +107,14 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(messages="Q?"), "messages"),
         (chat(messages=[{"role": "user"}]), "messages.0.content"),
         (chat(messages=[{"role": "wizard", "content": ""}]), "messages.0.role"),
-        (chat(messages=[{"role": "tool", "content": "", "tool_call_id": "1"}]), "messages.0.role"),
+        (chat(messages=[{"role": "tool", "content": "", "tool_call_id": "1"}]), None),
+        (chat(messages=[{"role": "assistant", "function_call": {"name": "f"}}]),
+         "messages.0.function_call"),
+        (chat(messages=[{"role": "assistant", "audio": {"id": "a"}}]), "messages.0.audio"),
+        (chat(messages=[{"role": "user", "content": "", "tool_calls": [CALL]}]), "messages.0"),
+        (chat(messages=[{"role": "user", "content": "", "tool_call_id": "a"}]), "messages.0"),
+        (chat(messages=[{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f",
+         "arguments": "[1]"}}]}]), "arguments"),
         (says([IMAGE]), "messages.0.content"),
         (says("a", [{"type": "text"}]), "messages.1.content"),
         (says([{"type": "text", "text": 3}]), "messages.0.content"),
@@ -117,6 +131,23 @@ async def test_chats_that_are_refused(body: object, param: str | None, app: App)
     assert reply.error["param"] == param
     assert reply.error["type"] == "invalid_request_error"
     assert (param or "").rpartition(".")[2] in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (chat(presence_penalty=0.5), "presence_penalty=0.5: allowed: 0; nothing else is supported"),
+        (chat(n=2), "n=2: allowed: 1; nothing else is supported"),
+        (chat(store=True), "store=True: allowed: False; nothing else is supported"),
+        (chat(max_tokens=0), "max_tokens=0: it must be at least 1"),
+        (chat(seed="s"), "seed='s': it must be a whole number"),
+        (chat(messages=[]), "messages=...: it needs 1 or more elements"),
+        ([chat()], "the body: it must be an object"),
+        (chat(stream_options={}), "the body: stream_options goes with stream=true only"),
+    ],
+)
+async def test_what_is_wrong_is_said_in_our_own_words(body: object, message: str, app: App) -> None:
+    assert (await app.client.posted(CHAT, body)).error["message"] == message
 
 
 @pytest.mark.parametrize(

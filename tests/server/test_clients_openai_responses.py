@@ -93,7 +93,7 @@ def test_a_schema_is_kept_to(client: OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
         ({"extra_body": {"max_tokens": 2}}, "None"),

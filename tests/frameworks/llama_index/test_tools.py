@@ -121,5 +121,5 @@ def test_refused(llm: SamKVLLM) -> None:
     with pytest.raises(InvalidOption, match="tools with messages_to_prompt"):
         custom.chat_with_tools([TOOL], QUESTION)
     called = ChatMessage(role="assistant", blocks=[ToolCallBlock(tool_name="f", tool_kwargs="no")])
-    with pytest.raises(InvalidOption, match="the arguments of a call are 'no'"):
+    with pytest.raises(InvalidOption, match="arguments='no' of a call; they must be an object"):
         llm.chat([called])

@@ -34,7 +34,6 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from llama_index.llms.samkv.conversion import (
-    arguments_of,
     as_in_repr,
     rendered,
     to_achats,
@@ -59,7 +58,7 @@ from samkv_integrations.llm.local_llm import (
     LocalLLM,
     checked_generate_kwargs,
 )
-from samkv_integrations.llm.tool_calls import takes_tools
+from samkv_integrations.llm.tool_calls import arguments_of, takes_tools, with_tools
 from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.rag_template import check_text
 from samkv_integrations.prompt.reader import Prompt
@@ -371,19 +370,19 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         The prompt is made by ``messages_to_prompt`` if it was given, else by the model's chat
         template, else by LlamaIndex's default.
         """
-        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
+        prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
         return to_chat(self._whole(prompt, kwargs), use)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
         """Like `chat`, in responses as those of `stream_complete`."""
-        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
+        prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
         return to_chats(self._deltas(self._run(prompt, kwargs), kwargs), use)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
         """Like `chat`, off the event loop."""
-        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
+        prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
         return to_chat(await self._awhole(prompt, kwargs), use)
 
     @llm_chat_callback()
@@ -393,7 +392,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
-        prompt, use = self._with_tools(self._chat_prompt(messages), kwargs)
+        prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
         return to_achats(self._adeltas(await self._arun(prompt, kwargs), kwargs), use)
 
     # -- objects ----------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing, closing
 from typing import Any
@@ -26,6 +25,7 @@ from samkv_integrations.llm.tool_calls import (
     ToolAnswer,
     ToolCall,
     ToolUse,
+    arguments_of,
     merged,
     of_calls,
     of_result,
@@ -107,17 +107,6 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
         if isinstance(block, ToolCallBlock)
     ]
     return of_calls(text, calls)
-
-
-def arguments_of(given: dict[str, Any] | str) -> dict[str, Any]:
-    """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
-    try:
-        found = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidOption(f"the arguments of a call are {given!r}; they must be an object")
-    return found
 
 
 def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:
