@@ -29,7 +29,7 @@ from samkv_integrations.model.attention import (
     attention,
     for_single_token,
 )
-from samkv_integrations.model.decode_layer import has_packed_layers, packed_layer
+from samkv_integrations.model.decode_layer import PackedLayer
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -139,9 +139,9 @@ class Model:
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
-        self._has_packed_layers = not self._lies_otherwise and has_packed_layers(
-            self.config, self._decoder.layers
-        )
+        self._packed_layers = list[PackedLayer]()
+        if not self._lies_otherwise:
+            self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
@@ -382,7 +382,7 @@ class Model:
             with for_single_token(self.device, self.dtype) if is_single else nullcontext():
                 yield
             return
-        self._passing.is_packed = self._has_packed_layers and n_tokens <= MOST_TOKENS
+        self._passing.is_packed = bool(self._packed_layers) and n_tokens <= MOST_TOKENS
         try:
             with packed_products():
                 yield
@@ -408,7 +408,7 @@ class Model:
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
         if getattr(self._passing, "is_packed", False):
-            return packed_layer(self._decoder.layers[index], hidden, cos, sin, attend)
+            return self._packed_layers[index](hidden, cos, sin, attend)
         if (halves := self._halves) is not None:
             of_halves = attend
 
