@@ -3,8 +3,8 @@
 A decoded token reads every weight once, so it takes as long as the bytes of the weights. Blocks of
 Q4_0, Q4_1 and Q4_K become groups of 32 numbers of 4 bits, with a bfloat16 scale and offset each;
 every other kind becomes numbers of 8 bits, with a scale for each row. Only decoding uses these
-products. Every other pass multiplies by the exact weights, so that chunk caches do not depend on
-the packing. See docs/decisions.md for what was measured.
+products, and short passes whose entries are kept by nobody. Every other pass multiplies by the
+exact weights, so that chunk caches do not depend on the packing. See docs/decisions.md.
 
 The kernels are private to PyTorch. No other file calls them, and `kernels_work` compares them with
 plain products before a model uses them.
@@ -34,7 +34,8 @@ MOST_TOKENS = 12
 """Most tokens of a packed product: one in bfloat16 is faster from 16 tokens on (AMD EPYC)."""
 
 MOST_TOKENS_UNPACKING = 128
-"""The same where the weights must be unpacked first, which takes as long as 200 tokens."""
+"""The same where the weights must be unpacked first, which takes as long as so many tokens with
+weights of 4 bits, and as 250 with 8 bits (docs/decisions.md)."""
 
 _GROUP = 32
 BLOCK_NUMBERS = 2**20
@@ -46,7 +47,7 @@ MOST_WHOLE = 2**26
 LARGE = 2**21
 """Weights of a matrix from which on `LargeInt8Matrix` is faster than `Int8Matrix`."""
 
-LARGE_BLOCK = 2**23
+LARGE_BLOCK = 5 * 2**20
 """Weights of a `LargeInt8Matrix` that are packed at a time: more take more memory meanwhile."""
 
 
