@@ -7,6 +7,7 @@ runs the plan through the model's own layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -230,7 +231,10 @@ class Blend:
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. The plan's blocks must have been loaded."""
-        return self.model.logits(self.through_layers(plan)[0, -1:])[0]
+        n_tokens = len(plan.layers[0].positions)
+        # what later prompts take from memory is exact
+        with self.model.short_pass(n_tokens) if self.leaves is None else nullcontext():
+            return self.model.logits(self.through_layers(plan)[0, -1:])[0]
 
     def through_layers(self, plan: PassPlan) -> Tensor:
         """(1, R, hidden size): output of the last layer for the tokens that it computes."""

@@ -52,6 +52,8 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
     rotation = model.rotation(torch.tensor(positions))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        if len(rows) == 1:
+            return rows[0].attend(layer, query, key, value, scaling)
         # one token after the other: several at once would be rounded differently
         outputs = []
         for at, cache in enumerate(rows):

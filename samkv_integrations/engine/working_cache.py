@@ -106,7 +106,7 @@ class WorkingCache(ABC):
 
 def as_heads(entries: Tensor) -> Tensor:
     """(S, heads, D) -> (1, heads, S, D), without a copy."""
-    return entries.transpose(0, 1)[None]
+    return entries.transpose(0, 1).unsqueeze(0)
 
 
 def room_for(n_entries: int, like: Tensor) -> Tensor:
@@ -207,7 +207,9 @@ class DenseCache(WorkingCache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         last = self.lengths[layer]
-        self.keys[layer][last], self.values[layer][last] = key[0, :, 0], value[0, :, 0]
+        shape = self.keys[layer].shape[1:]
+        self.keys[layer][last] = key.reshape(shape)
+        self.values[layer][last] = value.reshape(shape)
         if self._weigh is not None:
             self.context[layer][last] = False
         self.lengths[layer] = n_entries = last + 1

@@ -132,14 +132,23 @@ def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> 
 
 
 def usage_of(*reports: Report) -> dict[str, Any]:
-    """Token counts of one or more answers, in the form of OpenAI's API."""
+    """Token counts of one or more answers, in the form of OpenAI's API.
+
+    ``tokens_per_step`` is a field of ours: tokens after the first, per step of the model.
+    """
     prompt_tokens = sum(report.prompt_tokens for report in reports)
     completion_tokens = sum(report.completion_tokens for report in reports)
+    stepped = [report for report in reports if report.tokens_per_step]
+    n_decoded = sum(report.completion_tokens - 1 for report in stepped)
+    n_steps = sum((report.completion_tokens - 1) / report.tokens_per_step for report in stepped)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(report.cached_tokens for report in reports)},
+        "completion_tokens_details": {
+            "tokens_per_step": round(n_decoded / n_steps, 2) if n_steps else 0.0
+        },
     }
 
 

@@ -10,7 +10,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ from samkv_integrations.model.attention import (
     attention,
     for_single_token,
 )
-from samkv_integrations.model.decode_layer import has_packed_layers, packed_layer
+from samkv_integrations.model.decode_layer import PackedLayer
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -43,6 +43,7 @@ from samkv_integrations.model.families import (
 from samkv_integrations.model.identity import Identity, kind_of
 from samkv_integrations.model.packed_weights import (
     MOST_TOKENS,
+    MOST_TOKENS_UNPACKING,
     PackedLinear,
     packed_products,
     unpacked_of,
@@ -139,9 +140,11 @@ class Model:
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
         n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
         self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
-        self._has_packed_layers = not self._lies_otherwise and has_packed_layers(
-            self.config, self._decoder.layers
-        )
+        self._packed_layers = list[PackedLayer]()
+        if not self._lies_otherwise:
+            self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
+        packed = [each for each in hf.modules() if isinstance(each, PackedLinear)]
+        self._unpacks = any(linear.exact is not None for linear in packed)
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
@@ -382,12 +385,21 @@ class Model:
             with for_single_token(self.device, self.dtype) if is_single else nullcontext():
                 yield
             return
-        self._passing.is_packed = self._has_packed_layers and n_tokens <= MOST_TOKENS
+        most_tokens = MOST_TOKENS_UNPACKING if self._unpacks else MOST_TOKENS
+        self._passing.is_packed = bool(self._packed_layers) and n_tokens <= most_tokens
         try:
             with packed_products():
                 yield
         finally:
             self._passing.is_packed = False
+
+    def short_pass(self, n_tokens: int) -> AbstractContextManager[None]:
+        """A block in which a pass over so few tokens does not wait for weights to be unpacked.
+
+        It is computed as in `decoding` then. Nothing of it may be stored, or held for others.
+        """
+        is_short = self._unpacks and n_tokens <= MOST_TOKENS_UNPACKING
+        return self.decoding(n_tokens) if is_short else nullcontext()
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
@@ -408,7 +420,7 @@ class Model:
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
         if getattr(self._passing, "is_packed", False):
-            return packed_layer(self._decoder.layers[index], hidden, cos, sin, attend)
+            return self._packed_layers[index](hidden, cos, sin, attend)
         if (halves := self._halves) is not None:
             of_halves = attend
 

@@ -3,8 +3,8 @@
 A decoded token reads every weight once, so it takes as long as the bytes of the weights. Blocks of
 Q4_0, Q4_1 and Q4_K become groups of 32 numbers of 4 bits, with a bfloat16 scale and offset each;
 every other kind becomes numbers of 8 bits, with a scale for each row. Only decoding uses these
-products. Every other pass multiplies by the exact weights, so that chunk caches do not depend on
-the packing. See docs/decisions.md for what was measured.
+products, and short passes whose entries are kept by nobody. Every other pass multiplies by the
+exact weights, so that chunk caches do not depend on the packing. See docs/decisions.md.
 
 The kernels are private to PyTorch. No other file calls them, and `kernels_work` compares them with
 plain products before a model uses them.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,8 @@ MOST_TOKENS = 12
 """Most tokens of a packed product: one in bfloat16 is faster from 16 tokens on (AMD EPYC)."""
 
 MOST_TOKENS_UNPACKING = 128
-"""The same where the weights must be unpacked first, which takes as long as 200 tokens."""
+"""The same where the weights must be unpacked first, which takes as long as so many tokens with
+weights of 4 bits, and as 250 with 8 bits (docs/decisions.md)."""
 
 _GROUP = 32
 BLOCK_NUMBERS = 2**20
@@ -42,6 +43,12 @@ BLOCK_NUMBERS = 2**20
 
 MOST_WHOLE = 2**26
 """Weights of the largest matrix that a product unpacks whole; only output matrices are larger."""
+
+LARGE = 2**21
+"""Weights of a matrix from which on `LargeInt8Matrix` is faster than `Int8Matrix`."""
+
+LARGE_BLOCK = 5 * 2**20
+"""Weights of a `LargeInt8Matrix` that are packed at a time: more take more memory meanwhile."""
 
 
 # -- where exact weights come from -------------------------------------------------------------
@@ -192,6 +199,11 @@ class Int4Matrix:
         self._scales[:, first:last, 0] = scale.t()
         self._scales[:, first:last, 1] = (offset + 8 * scale).t()  # where the kernel's zero is
 
+    def join(self, parts: Sequence[Any]) -> None:
+        """Set all rows to those of ``parts``."""
+        torch.cat([each._codes for each in parts], out=self._codes)
+        torch.cat([each._scales for each in parts], 1, out=self._scales)
+
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 -> (n, n_rows)."""
         # of torch itself, as a call through torch.ops takes 1 us longer
@@ -213,10 +225,12 @@ class Int8Matrix:
     def fill(self, first: int, values: Tensor) -> None:
         """Set the rows from ``first`` on to ``values`` (n, n_columns) float32, rounded."""
         last = first + len(values)
-        scales = (values.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny).bfloat16()
-        self._scales[first:last] = scales
-        codes = (values / scales.float()[:, None]).round_().clamp_(-127, 127)
-        self._codes[first:last] = codes
+        self._codes[first:last], self._scales[first:last] = _in_8_bits(values)
+
+    def join(self, parts: Sequence[Any]) -> None:
+        """Set all rows to those of ``parts``."""
+        torch.cat([each._codes for each in parts], out=self._codes)
+        torch.cat([each._scales for each in parts], out=self._scales)
 
     def rows(self, first: int, last: int) -> Tensor:
         return self._codes[first:last].float() * self._scales[first:last].float()[:, None]
@@ -226,7 +240,84 @@ class Int8Matrix:
         return torch._weight_int8pack_mm(x, self._codes, self._scales)
 
 
-Packed = Int4Matrix | Int8Matrix
+def _in_8_bits(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (n, n_columns) int8 and scales (n,) bfloat16 of rows in float32."""
+    scales = (values.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny).bfloat16()
+    return (values / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+class LargeInt8Matrix:
+    """The numbers of `Int8Matrix`, which oneDNN multiplies at twice the speed.
+
+    It multiplies them by bytes. Each row of an input becomes numbers of 16 bits, whose high and low
+    bytes are two rows of a product: so they keep the precision of bfloat16, and sums are exact.
+    """
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.n_rows, self.n_columns = shape
+        self._blocks: list[tuple[Tensor, Tensor]] = []  # codes in oneDNN's layout, and scales
+        self._no_zeros = torch.empty(0, dtype=torch.int32)
+
+    def __deepcopy__(self, memo: object) -> LargeInt8Matrix:
+        return self  # nothing changes it, and tensors in oneDNN's layout cannot be copied so
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_rows * self.n_columns + sum(scales.nbytes for _, scales in self._blocks)
+
+    def append(self, values: Tensor) -> None:
+        """Add the next rows, ``values`` (n, n_columns) float32, rounded."""
+        codes, scales = _in_8_bits(values)
+        packed = torch.ops.onednn.qlinear_prepack(codes, [2, self.n_columns])
+        self._blocks.append((packed, scales.float()))
+
+    def join(self, parts: Sequence[Any]) -> None:
+        """Set all rows to those of ``parts``, which keep their blocks."""
+        self._blocks = [block for each in parts for block in each._blocks]
+
+    def product(self, x: Tensor) -> Tensor:
+        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        n = len(x)
+        step = x.abs().amax(1, keepdim=True).float().clamp_min_(_TINY).div_(127 * 256)
+        # 257 * 128 makes both bytes those of numbers from -128 to 127, with 128 added
+        numbers = (x / step).add_(257 * 128 + 0.5).int().view(torch.uint8).view(n, -1, 4)
+        halves = numbers[..., :2].permute(2, 0, 1).reshape(2 * n, -1)
+        products = []
+        for codes, scales in self._blocks:
+            found = torch.ops.onednn.qlinear_pointwise.default(
+                halves, 1.0, 128, codes, scales, self._no_zeros, None, 1.0, 0, torch.float32,
+                "none", [], "",
+            )  # fmt: skip
+            products.append(torch.add(found[:n], found[n:], alpha=256).mul_(step).bfloat16())
+        return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+
+_TINY = torch.finfo(torch.float32).tiny * 2**16
+
+Packed = Int4Matrix | Int8Matrix | LargeInt8Matrix
+
+
+class Part:
+    """Some rows of a matrix into which several were joined."""
+
+    def __init__(self, whole: Packed, first: int, n_rows: int) -> None:
+        self.whole, self._rows = whole, slice(first, first + n_rows)
+        self.n_rows, self.n_columns = n_rows, whole.n_columns
+
+    def product(self, x: Tensor) -> Tensor:
+        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        return self.whole.product(x)[:, self._rows].contiguous()
+
+
+def joined(matrices: Sequence[Packed | Part]) -> Packed | None:
+    """One matrix with the rows of all, in this order; None if their kinds or layouts differ."""
+    kind, first = type(matrices[0]), matrices[0]
+    is_one = all(type(each) is kind and each.n_rows % 64 == 0 for each in matrices)
+    if isinstance(first, Part) or not is_one:
+        return None
+    whole: Packed = type(first)((sum(each.n_rows for each in matrices), first.n_columns))
+    whole.join(matrices)
+    return whole
 
 
 def pack(matrix: Exact) -> Packed:
@@ -242,6 +333,12 @@ def pack(matrix: Exact) -> Packed:
                 codes, offset = codes + 8, -8 * scale
             in_4_bits.fill(first, codes, scale, offset)
         return in_4_bits
+    if matrix.n_rows * matrix.n_columns >= LARGE:
+        large = LargeInt8Matrix(shape)
+        for first, last in row_blocks(matrix, LARGE_BLOCK):
+            values = torch.empty(last - first, matrix.n_columns)
+            large.append(unpack(matrix, first, last, values))
+        return large
     in_8_bits = Int8Matrix(shape)
     for first, last in row_blocks(matrix):
         in_8_bits.fill(first, matrix.rows(first, last))
@@ -256,7 +353,9 @@ def has_4_bits(kind: Any, shape: tuple[int, int]) -> bool:  # noqa: ANN401
 def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
     """Bytes of a packed matrix."""
     n_numbers = shape[0] * shape[1]
-    return n_numbers * 5 // 8 if has_4_bits(kind, shape) else n_numbers + 2 * shape[0]
+    if has_4_bits(kind, shape):
+        return n_numbers * 5 // 8
+    return n_numbers + (4 if n_numbers >= LARGE else 2) * shape[0]
 
 
 @cache
@@ -276,14 +375,16 @@ def kernels_work() -> bool:
     try:
         with torch.no_grad():
             in_4_bits, in_8_bits = Int4Matrix((144, 64)), Int8Matrix((144, 64))
+            large = LargeInt8Matrix((144, 64))
             for first, last in ((0, 128), (128, 144)):
                 rows = slice(first, last)
                 in_4_bits.fill(first, codes[rows], scale[rows], offset[rows])
                 in_8_bits.fill(first, exact[rows])
+                large.append(exact[rows])
             for n_tokens in (1, MOST_TOKENS):
                 x = torch.randn(n_tokens, 64, generator=random).bfloat16()
                 expected = x.float() @ exact.t()
-                for matrix in (in_4_bits, in_8_bits):
+                for matrix in (in_4_bits, in_8_bits, large):
                     error = (matrix.product(x).float() - expected).norm() / expected.norm()
                     if not error < 0.02:
                         raise ValueError(f"a product differs by {float(error):.2g}")
@@ -357,7 +458,8 @@ class PackedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = packed.n_columns, packed.n_rows
-        self.packed, self._buffer = packed, buffer
+        self.packed: Packed | Part = packed
+        self._buffer = buffer
         self.exact: Exact | None = None
         self.register_parameter("bias", bias)
         self.register_parameter("weight", None)
@@ -392,6 +494,35 @@ class PackedLinear(nn.Linear):
         if self.exact is None:
             return F.linear(x, self.weight, self.bias)
         return self._buffer.product(x, self.exact, self.bias)
+
+
+class JoinedLinears:
+    """Layers of the same input, which decode by one product. Their packed weights become its parts.
+
+    Weights of different kinds stay apart.
+    """
+
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
+        self._linears, self._bias = linears, None
+        packed = [each.packed for each in linears]
+        self._whole = packed[0].whole if isinstance(packed[0], Part) else joined(packed)
+        if any(each.exact is each.packed for each in linears):
+            self._whole = None  # a joined matrix would be a second copy
+        if self._whole is None:
+            return
+        first = 0
+        for each in linears:
+            each.packed = Part(self._whole, first, each.out_features)
+            first += each.out_features
+        if linears[0].bias is not None:
+            self._bias = torch.cat([each.bias for each in linears])
+
+    def product(self, x: Tensor) -> Tensor:
+        """(n, in_features) bfloat16 -> (n, sum of their out_features)."""
+        if self._whole is None:
+            return torch.cat([linear.packed_product(x) for linear in self._linears], 1)
+        product = self._whole.product(x)
+        return product if self._bias is None else product.add_(self._bias)
 
 
 class PackedEmbedding(nn.Module):

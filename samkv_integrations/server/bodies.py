@@ -498,6 +498,12 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """tokens_per_step: tokens after the first, per step of the model; 0 with one token."""
+
+    tokens_per_step: float
+
+
 class Usage(BaseModel):
     """Tokens of prompt and answer, cached ones included."""
 
@@ -505,6 +511,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class _Choice(BaseModel):

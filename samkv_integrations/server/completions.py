@@ -273,7 +273,8 @@ class _ResponseWriter:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": 0}
+                | usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
             # without the name of the model in this machine, such as a folder

@@ -142,3 +142,19 @@ def test_a_draft_is_a_number() -> None:
     engine = Engine(tiny_model("llama"))
     with pytest.raises(InvalidOption, match="draft=-1; it must be a whole number, 0 or more"):
         engine.generate("Q", draft=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hundreds_of_answers_do_not_depend_on_drafts(dtype: str) -> None:
+    # without held prefixes: the second pass over a prompt would compute fewer tokens
+    engine = Engine.from_pretrained("builtin", dtype=dtype, prefix_bytes=0)
+    words = " ".join(TEXTS).split()
+    n_steps_saved = 0
+    for place in range(250):
+        some = " ".join(words[(place + 3 * at) % len(words)] for at in range(4 + place % 20))
+        prompt = f"{some}. {some}\n\nQ: {words[place % len(words)]}?\nA: {some[:20]}"
+        drafted = engine.generate(prompt, max_new_tokens=24)
+        assert drafted.text == engine.generate(prompt, max_new_tokens=24, draft=0).text, prompt
+        n_steps_saved += drafted.report.tokens_per_step > 1
+    assert n_steps_saved > 25

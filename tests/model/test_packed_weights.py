@@ -68,19 +68,23 @@ def matrix_of(kind: Kind, folder: Path, order: Tensor | None = None) -> tuple[Fi
 
 
 class TestMatrices:
+    @pytest.mark.parametrize("is_large", [False, True])
     @pytest.mark.parametrize("kind", KINDS)
     def test_the_product_is_that_of_the_values(
-        self, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, kind: Kind, is_large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(packed_weights, "LARGE", 1 if is_large else 10**9)
+        monkeypatch.setattr(packed_weights, "LARGE_BLOCK", 64 * 256)
         monkeypatch.setattr(packed_weights, "BLOCK_NUMBERS", 64 * 256)  # three blocks of rows
         matrix, values = matrix_of(kind, tmp_path)
         packed = pack(matrix)
         assert packed.n_bytes == packed_bytes(kind, (144, 256))
         assert isinstance(packed, Int4Matrix) == (kind in IN_4_BITS)
         for n_tokens in (1, 3, 8):
-            x = torch.randn(n_tokens, 256).bfloat16()
+            x = (torch.randn(n_tokens, 256) * torch.logspace(-4, 4, n_tokens)[:, None]).bfloat16()
             expected = x.float() @ values.T
-            error = (packed.product(x).float() - expected).norm() / expected.norm()
+            difference = packed.product(x).float() - expected
+            error = (difference.norm(dim=1) / expected.norm(dim=1)).max()
             assert torch.equal(packed.product(x)[-1:], packed.product(x[-1:]))  # drafting needs it
             assert error < 0.012  # 2^-8 is a step of bfloat16, and 8 bits a row are nearly as fine
 
@@ -190,13 +194,11 @@ class TestModels:
             for weights in ("unpacked", "packed", "auto")
         ]
         prompt = "\n\n".join([*TEXTS, "What is the theatre?"])
-        plain, packed, auto = (
-            each.generate(prompt, TEXTS, max_new_tokens=12).text for each in engines
-        )
-        assert packed == auto
+        plain, *_ = (each.generate(prompt, TEXTS, max_new_tokens=12).text for each in engines)
         tokens = engines[0].model.tokenize(plain, special=False)[:12]
         logits = [each.logits(prompt, TEXTS, follow=tokens) for each in engines]
-        assert torch.equal(logits[0][0], logits[1][0])  # the first token is no decoded one
+        assert torch.equal(logits[0][0], logits[2][0])  # the first token is no decoded one
+        assert not torch.equal(logits[0][0], logits[1][0])  # this one does not wait for unpacking
         for found in logits[1:]:
             assert (found - logits[0]).norm() < 0.08 * logits[0].norm()
             assert not torch.equal(found, logits[0])
