@@ -123,7 +123,9 @@ def prefill(
         of_values[layer] = value.transpose(0, 1)[:n_tokens]
         at = local.to(query.device)
         local_queries = unrotate(query[:, at].transpose(0, 1).float(), cos[at], sin[at])
-        local_query[layer] = torch.stack([part.mean(0) for part in local_queries.split(n_local)])
+        local_query[layer] = torch.stack(
+            [part.mean(0) for part in torch.split(local_queries, n_local)]
+        )
         output = torch.zeros_like(query)
         for span, of_chunk in zip(spans, statistics, strict=True):
             keys, values = (
