@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,13 +56,16 @@ class LayerStatistics:
 
 @torch.no_grad()
 def layer_statistics(
-    query: Tensor, key: Tensor, scaling: float, *, n_prefix: int = 0, tile: int = 256
-) -> LayerStatistics:
+    query: Tensor, key: Tensor, scaling: float, *, n_prefix: int = 0, tile: int = 256,
+    value: Tensor | None = None, out: Tensor | None = None,
+) -> LayerStatistics:  # fmt: skip
     """Statistics of a chunk's causal attention to itself, mean over heads (paper: Appendix A.1).
 
     query: (H, T, D), key: (G, P + T, D), both rotated as in the prefill; consecutive query heads
     share a key-value head. The first ``n_prefix`` keys take part in the softmax and get no
     statistics. ``scaling`` multiplies the logits.
+    value: (G, P + T, D), or None. With values, ``out`` (H, T, D) is filled with the attention's
+    output, so that a layer computes its scores once.
 
     The softmax runs in float32 over ``tile`` queries at a time, so that no tensor but the inputs
     has more than H * tile * (P + T) elements (if D is at most P + T). One pass is enough, because
@@ -73,32 +77,52 @@ def layer_statistics(
     n_kv_heads = key.shape[0]
     assert key.shape == (n_kv_heads, n_prefix + n_tokens, dim) and n_heads % n_kv_heads == 0
     device = query.device
-    key = key.float()
-    positions = torch.arange(-n_prefix, n_tokens, device=device)
+    query, key = query.float(), key.float()
     n_later, mean_u, spread_u = (m.to(device, torch.float32) for m in _log_distances(n_tokens))
+    u, hidden = _distances(n_tokens, tile, device)
     received = torch.zeros(n_tokens, dtype=torch.float32, device=device)
     slope = torch.zeros(n_tokens, dtype=torch.float32, device=device)
     for start in range(0, n_tokens, tile):
         stop = min(start + tile, n_tokens)
+        n_rows, n_seen = stop - start, n_prefix + stop
         # Keys after the tile are masked for all its queries; omitting them halves the work.
-        columns, tile_key = positions[: n_prefix + stop], key[:, : n_prefix + stop]
-        distance = torch.arange(start, stop, device=device)[:, None] - columns
         # Heads of one group are consecutive, so they stack over their common key head.
-        tile_query = (query[:, start:stop].float() * scaling).reshape(n_kv_heads, -1, dim)
-        logits = (tile_query @ tile_key.mT).view(n_heads, *distance.shape)
-        own = n_prefix + start  # keys before the tile are seen by all its queries
-        logits[..., own:].masked_fill_(distance[:, own:] < 0, -torch.inf)
-        attention = logits.softmax(-1).mean(0)
-        attention, distance = attention[:, n_prefix:], distance[:, n_prefix:]
-        later = distance > 0
-        received[:stop] += attention.where(later, 0).sum(0)
-        centred_u = distance.clamp(min=1).log() - mean_u[:stop]
-        log_attention = attention.clamp(min=ATTENTION_FLOOR).log()
-        slope[:stop] += (centred_u * log_attention).where(later, 0).sum(0)
+        grouped = query[:, start:stop].reshape(n_kv_heads, -1, dim)
+        logits = query.new_empty(n_kv_heads, grouped.shape[1], n_seen)
+        torch.baddbmm(logits, grouped, key[:, :n_seen].mT, beta=0, alpha=scaling, out=logits)
+        logits = logits.view(n_heads, n_rows, n_seen)
+        logits[..., n_prefix + start :] += hidden[:n_rows, :n_rows]
+        weights = logits.softmax(-1)
+        if value is not None and out is not None:
+            grouped = weights.to(value.dtype).view(n_kv_heads, -1, n_seen)
+            out[:, start:stop] = (grouped @ value[:, :n_seen]).view(n_heads, n_rows, -1)
+        attention = weights.mean(0)[:, n_prefix:]
+        attention[:, start:].tril_(-1)  # what later tokens pay
+        received[:stop] += attention.sum(0)
+        log_attention = attention.clamp_(min=ATTENTION_FLOOR).log_()
+        log_attention[:, start:].tril_(-1)
+        first = u.shape[1] - tile - start  # the column of u that is the chunk's first token
+        centred_u = u[:n_rows, first : first + stop] - mean_u[:stop]
+        slope[:stop] += (centred_u * log_attention).sum(0)
     # Short columns become nan: spread_u is nan there, and so is 0 / 0.
     return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
 
 
+@lru_cache(maxsize=4)
+def _distances(n_tokens: int, tile: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables for tiles of queries, float32: of each tile a part.
+
+    (tile, n + tile) log x for the distances x of queries to the last n + tile keys, 0 where there
+    is none; and (tile, tile) what hides later tokens from the tile's own queries.
+    """
+    n_before = -(-n_tokens // tile) * tile
+    rows = torch.arange(tile, device=device)[:, None]
+    distance = n_before + rows - torch.arange(n_before + tile, device=device)
+    hidden = torch.full((tile, tile), -torch.inf, device=device).triu_(1)
+    return distance.clamp(min=1).log(), hidden
+
+
+@lru_cache(maxsize=32)
 def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Moments of u = log x for the fit, per token, (T,) float64 each.
 

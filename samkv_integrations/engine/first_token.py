@@ -300,7 +300,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         spent[stage.name] += stage.ended - stage.began
     n_context, n_in_memory = resolved.n_context, 0
     is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
-    reused = set[int]()  # chunks, by their number in the prompt
+    reused, in_prefix = set[int](), set[int]()  # chunks, by their number in the prompt
     is_new = dict[int, bool]()  # chunks of the layout: whether their cache was computed now
     computed = 0.0  # tokens of chunks, mean over layers
     for number, chunk in enumerate(chunks):
@@ -312,7 +312,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         if chunk.computed_now:
             computed += n_of
         elif n_of:
-            reused.add(number)
+            in_prefix.add(number)
         if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
             is_new[number] = chunk.computed_now
     stays = layout.uncached.repeat(model.n_layers, 1)
@@ -344,7 +344,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         kept_ratio=kept / n_context if n_context else 1.0,
         recompute_ratio=computed / n_context if n_context else 0.0,
         uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
-        found=len(chunks), reused=len(reused),
+        found=len(chunks), reused=len(reused), prefix_chunks=len(in_prefix - reused),
         computed_now=sum(chunk.computed_now for chunk in chunks),
         chunk_misses=dict(resolved.misses),
         bytes_read=resolved.bytes_lost + sum(stored.bytes_read for stored in set(resolved.opened)),

@@ -1,8 +1,9 @@
-"""Prefill of chunks: one padded pass, whose keys and values become chunk caches."""
+"""Prefill of chunks: one pass, whose keys and values become chunk caches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Literal
 
 import torch
@@ -33,8 +34,6 @@ several, as in a prompt. They halve what `reuse` loses on short chunks of SmolLM
 BATCH_TOKENS = 1024
 BATCH_CHUNKS = 32
 """Limits of a batch: while chunks are cached, an answer waits for one batch at most."""
-PADDING = 1.1
-"""Limit of the tokens of a batch with padding, over those without."""
 
 Before = Sequence[tuple[Tensor, Tensor]]
 """Keys and values (1, G, P, D) of the prefix, of each layer."""
@@ -54,23 +53,19 @@ def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[in
     return (*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False))
 
 
-def batches(chunks: Sequence[ChunkRef], budget_tokens: int = BATCH_TOKENS) -> list[list[ChunkRef]]:
-    """Group chunks of similar length, at most ``budget_tokens`` padded tokens in a batch.
+def batches(chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
+    """Group chunks, in order, for one pass each; a longer chunk has a pass of its own.
 
-    At most `PADDING`, as estimates of cost leave padding out, and at most `BATCH_CHUNKS`, as each
-    chunk takes time besides its tokens.
+    At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens.
     """
     grouped: list[list[ChunkRef]] = []
     n_tokens = 0
-    for chunk in sorted(chunks, key=lambda c: len(c.token_ids), reverse=True):
-        length = len(chunk.token_ids)
-        padded = (len(grouped[-1]) + 1) * len(grouped[-1][0].token_ids) if grouped else 0
-        is_full = bool(grouped) and len(grouped[-1]) == BATCH_CHUNKS
-        if not grouped or is_full or padded > min(budget_tokens, PADDING * (n_tokens + length)):
+    for chunk in chunks:
+        n_tokens += len(chunk.token_ids)
+        if not grouped or n_tokens > BATCH_TOKENS or len(grouped[-1]) == BATCH_CHUNKS:
             grouped.append([])
-            n_tokens = 0
+            n_tokens = len(chunk.token_ids)
         grouped[-1].append(chunk)
-        n_tokens += length
     return grouped
 
 
@@ -96,69 +91,79 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
 def prefill(
     model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before
 ) -> list[ChunkCache]:
-    """Compute caches in one padded pass; a chunk sees the prefix and itself, no other chunk.
+    """Compute caches in one pass; a chunk sees the prefix and itself, no other chunk.
 
-    before: of `entries_before`. Padding stands at the end, where causal attention hides it from
-    all real tokens.
+    before: of `entries_before`. The chunks stand one behind the other, R tokens in all.
     """
     lengths = [len(chunk.token_ids) for chunk in chunks]
-    n_prefix, longest = before[0][0].shape[2], max(lengths)
-    ids = torch.zeros(len(chunks), longest, dtype=torch.long)
-    for row, chunk in zip(ids, chunks, strict=True):
-        row[: len(chunk.token_ids)] = torch.tensor(chunk.token_ids)
-    rotation = model.rotation(torch.arange(n_prefix, n_prefix + longest))
+    stops = list(accumulate(lengths))
+    spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+    n_prefix, n_tokens = before[0][0].shape[2], stops[-1]
+    more = [0] * model.n_more_rows(n_tokens)
+    ids = torch.tensor([[*chain.from_iterable(chunk.token_ids for chunk in chunks), *more]])
+    positions = [torch.arange(n_prefix, n_prefix + length) for length in (*lengths, len(more))]
+    rotation = model.rotation(torch.cat(positions))
     blocks = [fingerprint.scheme.of(length) for length in lengths]
-
-    # of each chunk: un-rotated keys, and values (L, T, G, D), local queries (L, H, D), statistics
-    of_keys, of_values = (
-        [
-            torch.empty(model.n_layers, length, model.n_kv_heads, model.head_dim, dtype=model.dtype)
-            for length in lengths
-        ]
-        for _ in range(2)
+    n_local = [length - of.local_start for length, of in zip(lengths, blocks, strict=True)]
+    local = torch.cat(
+        [torch.arange(stop - n, stop) for stop, n in zip(stops, n_local, strict=True)]
     )
-    shape = (model.n_layers, model.n_heads, model.head_dim)
-    local_query = [torch.empty(shape, dtype=model.dtype) for _ in chunks]
+
+    # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics of each chunk
+    shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
+    of_keys, of_values = (torch.empty(shape, dtype=model.dtype) for _ in range(2))
+    shape = (model.n_layers, len(chunks), model.n_heads, model.head_dim)
+    local_query = torch.empty(shape, dtype=model.dtype)
     statistics: list[list[LayerStatistics]] = [[] for _ in chunks]
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        keys, values = (
-            torch.cat((first.expand(len(rest), -1, -1, -1), rest), dim=2)
-            for first, rest in zip(before[layer], (key, value), strict=True)
+        (query,), (key,), (value,) = query, key, value
+        cos, sin = rotation.of(layer)
+        of_keys[layer] = unrotate(key.transpose(0, 1), cos, sin)[:n_tokens]
+        of_values[layer] = value.transpose(0, 1)[:n_tokens]
+        at = local.to(query.device)
+        local_queries = unrotate(query[:, at].transpose(0, 1).float(), cos[at], sin[at])
+        local_query[layer] = torch.stack(
+            [part.mean(0) for part in torch.split(local_queries, n_local)]
         )
-        all_cos, all_sin = rotation.of(layer)
-        for at, stop in enumerate(lengths):
-            cos, sin, local = all_cos[:stop], all_sin[:stop], blocks[at].local_start
-            of_keys[at][layer] = unrotate(key[at, :, :stop].transpose(0, 1), cos, sin)
-            of_values[at][layer] = value[at, :, :stop].transpose(0, 1)
-            local_queries = query[at, :, local:stop].transpose(0, 1).float()
-            local_query[at][layer] = unrotate(local_queries, cos[local:], sin[local:]).mean(0)
+        output = torch.zeros_like(query)
+        for span, of_chunk in zip(spans, statistics, strict=True):
+            keys, values = (
+                torch.cat((first[0], rest[:, span]), dim=1)
+                for first, rest in zip(before[layer], (key, value), strict=True)
+            )
+            mask = model.window_mask(layer, keys.shape[1])
+            is_plain = mask is None and model.scores_plainly
             of_layer = layer_statistics(
-                query[at, :, :stop], keys[at, :, : n_prefix + stop], scaling, n_prefix=n_prefix,
+                query[:, span], keys, scaling, n_prefix=n_prefix,
                 tile=256 if query.is_cuda else 64,  # a CPU's cache holds the smaller tile
+                value=values if is_plain else None, out=output[:, span],
             )  # fmt: skip
-            statistics[at].append(of_layer)
-        # as many queries as keys, so that causal attention needs no mask
-        padded = pad(query, (0, 0, n_prefix, 0))
-        mask = model.window_mask(layer, keys.shape[2])
-        output = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
-        return output[:, :, n_prefix:]
+            of_chunk.append(of_layer)
+            if not is_plain:
+                # as many queries as keys, so that causal attention needs no mask
+                padded = pad(query[None, :, span], (0, 0, n_prefix, 0))
+                whole = model.attention(
+                    layer, padded, keys[None], values[None], scaling, mask, mask is None
+                )
+                output[:, span] = whole[0, :, n_prefix:]
+        return output[None]
 
     hidden = model.embed(ids)
     for layer in range(model.n_layers):
         hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
 
     caches = []
-    for at, chunk in enumerate(chunks):
+    for at, (chunk, span) in enumerate(zip(chunks, spans, strict=True)):
         # layer by layer, as float32 copies of all keys would be the largest tensors of the ingest
-        encoded = map(fingerprint.entry_format.encode, of_keys[at], of_values[at])
+        encoded = map(fingerprint.entry_format.encode, of_keys[:, span], of_values[:, span])
         entries, key_range = map(torch.stack, zip(*encoded, strict=True))
         cache = ChunkCache(
             key=chunk.key, fingerprint=fingerprint, text=chunk.text,
             token_ids=torch.tensor(chunk.token_ids, dtype=torch.int32),
-            entries=entries, key_range=key_range, local_query=local_query[at],
+            entries=entries, key_range=key_range, local_query=local_query[:, at].contiguous(),
             statistics=chunk_statistics(statistics[at], blocks[at]),
-            block_means=quantise_means(of_keys[at], blocks[at]),
+            block_means=quantise_means(of_keys[:, span], blocks[at]),
         )  # fmt: skip
         caches.append(cache)
     return caches

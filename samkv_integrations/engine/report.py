@@ -37,11 +37,11 @@ class Report:
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
     exact_tokens: context tokens that were not computed and equal full prefill's: those of chunks in
         ``prefix_tokens``, and of caches computed behind all that precedes them.
-    found: chunks recognised in the prompt, with or without a cache. Each is reused, computed now,
-        or (all others) computed with the rest of the prompt, as full prefill does. A chunk that
-        occurs twice counts twice.
-    reused: chunks that were answered, at least in part, from KV entries that existed before, in
-        their cache or in memory.
+    found: chunks recognised in the prompt, with or without a cache. Each is reused, taken from
+        memory, computed now, or (all others) computed with the rest of the prompt, as full prefill
+        does. A chunk that occurs twice counts twice.
+    reused: chunks that were answered, at least in part, from a cache that the store held before.
+    prefix_chunks: other chunks of which ``prefix_tokens`` hold a part or all.
     computed_now: chunks that were computed as chunks for this prompt, and stored for later ones,
         either while it waited or by an announcement that it is the first to use
         (`Engine.announce`). If full prefill was faster then, the chunk was computed twice.
@@ -75,6 +75,7 @@ class Report:
     exact_tokens: int
     found: int
     reused: int
+    prefix_chunks: int
     computed_now: int
     chunk_misses: Mapping[str, int]
     bytes_read: int
@@ -105,8 +106,9 @@ class Report:
         """What ran, what was reused, and how long it took."""
         ran = self.ran if self.ran == self.method else f"{self.method}, which ran {self.ran}"
         misses = ", ".join(f"{n} {reason}" for reason, n in sorted(self.chunk_misses.items()))
+        from_memory = f", {self.prefix_chunks} from memory" if self.prefix_chunks else ""
         return (
-            f"{ran}: {self.reused} of {self.found} chunks reused"
+            f"{ran}: {self.reused} of {self.found} chunks reused{from_memory}"
             f"{f' (missed: {misses})' if misses else ''}, {self.cached_tokens} of "
             f"{self.prompt_tokens} prompt tokens not computed, first token after "
             f"{self.ttft_s:.2f} s, {self.completion_tokens} tokens"
@@ -119,7 +121,8 @@ class Report:
         return (
             f"model={self.model} method={self.method} ran={self.ran} "
             f"prompt_tokens={self.prompt_tokens} completion_tokens={self.completion_tokens} "
-            f"found={self.found} reused={self.reused} computed_now={self.computed_now} "
+            f"found={self.found} reused={self.reused} prefix_chunks={self.prefix_chunks} "
+            f"computed_now={self.computed_now} "
             f"misses={misses or 'none'} wait_s={self.wait_s:.3f} ttft_s={self.ttft_s:.3f} "
             f"bytes_read={self.bytes_read}"
         )
@@ -153,6 +156,7 @@ class Total:
     recompute_ratio: float
     found: int
     reused: int
+    prefix_chunks: int
     computed_now: int
     chunk_misses: Mapping[str, int]
     bytes_read: int
@@ -193,8 +197,8 @@ class Total:
 
 
 _SUMS = (
-    "prompt_tokens", "context_tokens", "cached_tokens", "found", "reused", "computed_now",
-    "bytes_read", "announce_s", "wait_s", "ttft_s", "completion_tokens",
+    "prompt_tokens", "context_tokens", "cached_tokens", "found", "reused", "prefix_chunks",
+    "computed_now", "bytes_read", "announce_s", "wait_s", "ttft_s", "completion_tokens",
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ _FIGURES = {
         f"samkv.{name}": name
         for name in (
             "method", "ran", "kept_ratio", "recompute_ratio", "context_tokens", "prefix_tokens",
-            "bytes_read", "kv_bytes", "announce_s", "decode_tokens_per_s",
+            "prefix_chunks", "bytes_read", "kv_bytes", "announce_s", "decode_tokens_per_s",
         )
     },
 }  # fmt: skip
@@ -197,6 +197,7 @@ class Trace:
                 (sources, prefix, {"samkv.source": "prefix"}),
                 (sources, report.prompt_tokens - cached, {"samkv.source": "computed"}),
                 ("samkv.chunks", report.reused, {"samkv.outcome": "reused"}),
+                ("samkv.chunks", report.prefix_chunks, {"samkv.outcome": "prefix"}),
                 ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
                 ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
             ]

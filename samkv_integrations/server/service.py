@@ -119,8 +119,8 @@ class Metrics:
             self._prompt.labels(source).inc(max(0, n_tokens))
         self._generated.inc(report.completion_tokens)
         for outcome, n_chunks in (
-            ("reused", report.reused), ("computed_now", report.computed_now),
-            ("missed", sum(report.chunk_misses.values())),
+            ("reused", report.reused), ("prefix", report.prefix_chunks),
+            ("computed_now", report.computed_now), ("missed", sum(report.chunk_misses.values())),
         ):  # fmt: skip
             self._chunks.labels(outcome).inc(n_chunks)
         self._read.inc(report.bytes_read)

@@ -59,7 +59,7 @@ def counting(model: Model) -> Iterator[list[int]]:
 def test_never_computes_more_than_full_prefill_where_missed_chunks_differ_in_length(
     missed: list[int],
 ) -> None:
-    """What pads them to one length is bounded; see `ingest.PADDING`."""
+    """They stand one behind the other in a pass, without padding."""
     cached = texts(4, 400)
     chunks = [*cached, *(texts(1, n, seed=n + i)[0] for i, n in enumerate(missed))]
     engine = engine_with(TOKENS_ONLY, prefix_bytes=0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations import Engine
-from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.report import Report, Reports
 from samkv_integrations.model.model import Model
 from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -46,12 +46,16 @@ def test_a_chunk_recomputed_to_its_last_token_is_not_reused(engine: Engine) -> N
     assert report.recompute_ratio == 1.0
 
 
-def test_a_prefix_in_memory_is_reused_though_nothing_is_stored() -> None:
+def test_chunks_of_a_prefix_in_memory_are_counted_apart() -> None:
+    """Regression: they counted as reused, though the store holds no cache."""
     engine = Engine(tiny_model("llama"), block_size=8)
     first = asked(engine, on_miss="text")
     second = asked(engine, on_miss="text")
     assert (first.ran, *chunks_of(first)) == ("recompute", 3, 0, 0)
-    assert (second.ran, *chunks_of(second)) == ("prefix", 3, 3, 0)
+    assert (second.ran, *chunks_of(second)) == ("prefix", 3, 0, 0)
+    assert (first.prefix_chunks, second.prefix_chunks) == (0, 3)
+    assert ": 0 of 3 chunks reused, 3 from memory (missed: 3 absent)" in str(second)
+    assert Reports([first, second]).total.prefix_chunks == 3
     assert second.chunk_misses == {"absent": 3} and second.recompute_ratio == 0.0
 
 
@@ -60,7 +64,7 @@ def test_a_chunk_behind_the_prefix_is_computed_with_the_prompt() -> None:
     until = PROMPT.index(TEXTS[2])
     engine.generate(PROMPT[:until] + "Q?", TEXTS[:2], max_new_tokens=1, on_miss="text")
     report = asked(engine, on_miss="text")
-    assert (report.ran, *chunks_of(report)) == ("prefix", 3, 2, 0)
+    assert (report.ran, *chunks_of(report), report.prefix_chunks) == ("prefix", 3, 0, 0, 2)
     assert report.recompute_ratio == len(TEXTS[2]) / sum(map(len, TEXTS))
 
 

@@ -55,6 +55,7 @@ def figures(report: Report) -> dict[str, Any]:
         "samkv.recompute_ratio": report.recompute_ratio,
         "samkv.context_tokens": report.context_tokens,
         "samkv.prefix_tokens": report.prefix_tokens,
+        "samkv.prefix_chunks": report.prefix_chunks,
         "samkv.chunk.found": report.found,
         "samkv.chunk.hits": report.reused,
         "samkv.chunk.computed_now": report.computed_now,
@@ -251,8 +252,8 @@ def test_metrics_add_up_what_the_reports_say(engine: Engine, told: Told) -> None
     assert sources["chunks"] + sources["prefix"] == total.cached_tokens > sources["prefix"] > 0
     outcomes = {name: point.value for (name,), point in found["samkv.chunks"].items()}
     assert outcomes == {
-        "reused": total.reused, "computed_now": total.computed_now,
-        "missed": sum(total.chunk_misses.values()),
+        "reused": total.reused, "prefix": total.prefix_chunks,
+        "computed_now": total.computed_now, "missed": sum(total.chunk_misses.values()),
     } != dict.fromkeys(outcomes, 0)  # fmt: skip
     assert found["samkv.bytes_read"][()].value == total.bytes_read > 0
 

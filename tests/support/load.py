@@ -42,7 +42,8 @@ class Served:
     @property
     def n_as_text(self) -> int:
         """Chunks that were answered from their text, not from their KV."""
-        return int(self.samkv["found"] - self.samkv["reused"] - self.samkv["computed_now"])
+        had = sum(self.samkv[name] for name in ("reused", "prefix_chunks", "computed_now"))
+        return int(self.samkv["found"] - had)
 
 
 class CutOff(Exception):
