@@ -233,14 +233,17 @@ class Engine:
             self._reader.forget(texts)
             self.prefixes.clear()
 
-    def delete(self, keys: Collection[str]) -> int:
+    def delete(self, keys: Collection[str], *, is_final: bool = True) -> int:
         """Delete chunk caches by key, from memory too; returns how many existed.
+
+        is_final: False if the same texts may be added again at once, as indexers do. Then their
+            caches wait in memory for a minute, 256 MB at most; no prompt finds them there.
 
         Raises StoreError if one cannot be deleted, InvalidOption if ``keys`` are not strings.
         """
         keys = check_texts("keys", keys)
         try:
-            return self.store.delete(*sorted(keys))
+            return self.chunks.delete(sorted(keys), is_final=is_final)
         finally:
             self._reader.forget(keys=set(keys))
             self.prefixes.clear()
