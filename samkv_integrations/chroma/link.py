@@ -258,7 +258,8 @@ class ChromaLink:
 
         Caches of the same texts by other models are deleted as well, and then the texts. A record
         of any collection of this database is a reference if its metadata hold the key. A record
-        that was written without the key is one after the next `sync`.
+        that was written without the key is one after the next `sync`. A text that is added again
+        within a minute is not computed again, see `Engine.delete`.
 
         Raises StoreError if a cache cannot be deleted.
         """
@@ -268,7 +269,7 @@ class ChromaLink:
         store = self.engine.store
         of_others = store.same_texts(*unreferenced) - unreferenced
         unreferenced |= self._unreferenced(of_others)
-        return self.engine.delete(unreferenced)
+        return self.engine.delete(unreferenced, is_final=False)
 
     def _unreferenced(self, keys: set[str]) -> set[str]:
         """Those of ``keys`` that no record of any collection names."""
@@ -392,6 +393,8 @@ class ChromaLink:
 
     def _prune(self, referenced: set[str], grace_s: float, done: dict[str, int]) -> None:
         """Delete chunks that are older than the grace and whose text no record has."""
+        if not grace_s:
+            self.engine.delete(())  # what waits in memory for its text to be added again
         self._owner.claim()  # another database may have claimed the caches since the link was made
         store, models = self.engine.store, self.engine.store.fingerprints()
         for collection in self._records.collections():

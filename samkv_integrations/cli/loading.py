@@ -197,7 +197,8 @@ def removed_if_unused(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if made and not any(folder.rglob("*.safetensors")):
+        is_empty = not any(folder.rglob("*.safetensors"))
+        if made and is_empty and not (folder / "chroma").exists():  # which Chroma may hold open
             shutil.rmtree(made[0], ignore_errors=True)
         raise
 

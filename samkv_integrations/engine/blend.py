@@ -288,7 +288,9 @@ class Blend:
             output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)
         else:
             causal = mask is None and plan.n_entries > 1
-            output = self.model.attention(layer, query, *as_rows, scaling, mask, causal)
+            output = self.model.attention(
+                layer, query, *as_rows, scaling, mask, causal, may_round=len(plan.cached) > 0
+            )
         if self.leaves is not None:
             self.leaves.take(keys, values)
         if self.cache is not None:

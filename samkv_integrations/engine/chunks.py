@@ -75,6 +75,49 @@ class RecentChunks:
             return self._seconds.pop(key, None)
 
 
+RELEASED_S, RELEASED_BYTES = 60.0, 2**28
+"""Longest time, and most bytes, that `ReleasedCaches` holds."""
+
+
+class ReleasedCaches:
+    """Caches whose records were deleted within the last minute, in memory. Thread-safe.
+
+    Indexers delete the chunks of a source and add most of them again (LangChain's ``index`` with a
+    batch that is smaller than a source). Only a text that is added again finds its cache here, no
+    prompt does.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._caches: dict[str, ChunkCache] = {}
+        self._timer: threading.Timer | None = None
+
+    def add(self, cache: ChunkCache) -> None:
+        """Hold a cache for a minute at most, if there is room."""
+        with self._lock:
+            held = [*self._caches.values(), cache]
+            if sum(each.entries.nbytes + each.key_range.nbytes for each in held) > RELEASED_BYTES:
+                return
+            self._caches[cache.key] = cache
+            if self._timer is None:
+                self._timer = threading.Timer(RELEASED_S, self.clear)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def take(self, key: str, made_by: Fingerprint) -> ChunkCache | None:
+        """Remove a cache and return it; None if there is none of this fingerprint."""
+        with self._lock:
+            cache = self._caches.pop(key, None)
+        return cache if cache is not None and cache.fingerprint == made_by else None
+
+    def clear(self) -> None:
+        """Drop all caches."""
+        with self._lock:
+            self._caches, timer, self._timer = {}, self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+
 class Chunks:
     """The chunks of one model in one store. Thread-safe.
 
@@ -116,6 +159,7 @@ class Chunks:
         self._agreed: Fingerprint | None = None
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentChunks()
+        self._released = ReleasedCaches()
         self._has_looked = False
 
     # -- identity ---------------------------------------------------------------------------
@@ -287,6 +331,8 @@ class Chunks:
     ) -> None:
         """Compute the ``missed`` chunks, several a pass, and store their caches.
 
+        One that was released within the last minute is stored again instead, unless ``since``.
+
         progress: show a progress bar. on_written: called after each cache is stored.
         since: store none if something was deleted since, see `deletions`; None to store all.
 
@@ -310,6 +356,12 @@ class Chunks:
         ):
             written: Iterator[None] = iter(())
             try:
+                for key, ref in list(missed.items()) if since is None else ():
+                    if (cache := self._released.take(key, fingerprint)) is not None:
+                        self.keep(None, replace(cache, text=ref.text))
+                        del missed[key]
+                        bar.update()
+                        on_written()
                 if missed:
                     before = self._run(partial(entries_before, self.model, self.prefix))
                 for batch in batches(list(missed.values())):
@@ -421,6 +473,20 @@ class Chunks:
                 )  # fmt: skip
                 self._has_looked = True
 
+    def delete(self, keys: Sequence[str], *, is_final: bool) -> int:
+        """Delete chunks by key; returns how many existed.
+
+        is_final: else `compute` finds caches again for a minute, see `ReleasedCaches`.
+        """
+        if is_final:
+            self._released.clear()
+        for key in () if is_final else keys:
+            is_here = self.store.contains(key, self.fingerprint)
+            if is_here and not self.store.is_elsewhere(key, self.fingerprint):
+                with suppress(CacheMiss), self.store.open(key, self.fingerprint) as stored:
+                    self._released.add(stored.chunk())
+        return self.store.delete(*keys)
+
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, for every model; returns how many chunks.
 
@@ -430,6 +496,7 @@ class Chunks:
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
         self._prepared = RecentChunks()
+        self._released.clear()
         return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:

@@ -21,7 +21,7 @@ from samkv_integrations.engine.options import EngineOptions, check_on_miss, chec
 from samkv_integrations.engine.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.request import AnswerOptions, AnswerSettings, Request
-from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.engine.scheduler import OWNER, Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.engine.tuned import choices_of
@@ -31,7 +31,7 @@ from samkv_integrations.methods import Method
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-from samkv_integrations.model.sampling import JsonConstraint
+from samkv_integrations.model.sampling import JsonConstraint, SchemaReader
 from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
@@ -92,6 +92,7 @@ class Engine:
         self._beginnings: Beginnings | None = None
         if exact_beginnings and self.store.keeps_beginnings:
             self._beginnings = Beginnings(self.chunks, self.scheduler)
+        self._schemas = SchemaReader()
         self._reader = PromptReader(model, self.store, self.chunks.outage)
 
     @classmethod
@@ -233,14 +234,17 @@ class Engine:
             self._reader.forget(texts)
             self.prefixes.clear()
 
-    def delete(self, keys: Collection[str]) -> int:
+    def delete(self, keys: Collection[str], *, is_final: bool = True) -> int:
         """Delete chunk caches by key, from memory too; returns how many existed.
+
+        is_final: False if the same texts may be added again at once, as indexers do. Then their
+            caches wait in memory for a minute, 256 MB at most; no prompt finds them there.
 
         Raises StoreError if one cannot be deleted, InvalidOption if ``keys`` are not strings.
         """
         keys = check_texts("keys", keys)
         try:
-            return self.store.delete(*sorted(keys))
+            return self.chunks.delete(sorted(keys), is_final=is_final)
         finally:
             self._reader.forget(keys=set(keys))
             self.prefixes.clear()
@@ -339,7 +343,7 @@ class Engine:
                 prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
             )
             try:
-                request = self.request(resolved, settings, settings.sampling.max_new_tokens)
+                request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
             except BaseException:
                 resolved.close()
                 raise
@@ -352,7 +356,7 @@ class Engine:
                 announced[chunk.key] = seconds
             chunk.computed_now |= chunk.key in announced
         request.announce_s = sum(announced.values())
-        request.began, request.asked = began, time.perf_counter()
+        request.asked = time.perf_counter()
         return AnswerStream(self.scheduler, request, trace, self._beginnings)
 
     def logits(
@@ -412,15 +416,23 @@ class Engine:
             raise
         return resolved
 
-    def request(self, resolved: Resolved, settings: AnswerSettings, capacity: int) -> Request:
-        """The request that `first_token` answers, with room for ``capacity`` tokens."""
-        method, schema = settings.method or self.method, settings.json_schema
+    def request(
+        self, resolved: Resolved, settings: AnswerSettings, capacity: int, began: float = 0.0
+    ) -> Request:
+        """The request that `first_token` answers, with room for ``capacity`` tokens.
+
+        began: when the caller asked, for its timeout (`time.perf_counter`); 0 for now.
+        """
+        began = began or time.perf_counter()
+        method, schema, form = settings.method or self.method, settings.json_schema, None
         given = self.eviction if settings.eviction is None else settings.eviction
         rule, end_ids = get_eviction(given), self.model.end_ids(settings.stop_ids)
+        if schema is not None:
+            until = None if settings.timeout is None else began + settings.timeout
+            form = JsonConstraint(self.model, schema, end_ids, self._schemas, OWNER.get(), until)
         return Request(
             chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
-            settings=settings, end_ids=end_ids,
-            form=None if schema is None else JsonConstraint(self.model, schema, end_ids),
+            settings=settings, end_ids=end_ids, form=form, began=began,
             stable_layers=self.chunks.stable_layers if "statistics" in method.needs else (),
             # full prefill leaves out the rule that is the method's own
             eviction=method.eviction if given is None else rule, whole_eviction=rule,

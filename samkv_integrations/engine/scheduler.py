@@ -643,10 +643,13 @@ class _Thread:
             self.pass_began = None
         seconds = time.perf_counter() - began
         for answer, (_, *drafted), of_one in zip(batch, tokens, logits, strict=True):
-            self._charge(answer.owner, seconds / len(batch))
+            began = time.perf_counter()
             try:
                 answer.advance(drafted, of_one, seconds)
             except BaseException as error:
                 answer.fail(error)
+            # choosing a token takes long where a JSON schema rules out others
+            own_s = time.perf_counter() - began
+            self._charge(answer.owner, seconds / len(batch) + own_s)
         if len(self.running) > len(batch):  # the others come first the next time
             self.running = [each for each in self.running if each not in batch] + batch

@@ -63,7 +63,7 @@ def _samkv_attention(
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool,
-    *, score_cap: float | None = None, sinks: Tensor | None = None,
+    *, score_cap: float | None = None, sinks: Tensor | None = None, may_round: bool = False,
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads.
 
@@ -71,11 +71,12 @@ def attention(
         scores.
     score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
     sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
+    may_round: whether scores may be rounded to bfloat16, where that is faster.
     """
     (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
     is_compiled = query.device.type == "cpu" and query.dtype.itemsize == 2
     is_explicit = score_cap is not None or sinks is not None
-    if mask is not None and n_rows >= _MANY_ROWS and is_compiled:
+    if may_round and mask is not None and n_rows >= _MANY_ROWS and is_compiled:
         is_explicit |= query.dtype == torch.bfloat16 and products_are_faster()
     more_rows, more_keys = _more(n_rows, n_keys, causal)
     if is_compiled and (more_rows or more_keys) and (is_explicit or n_rows >= _MANY_ROWS):
@@ -88,8 +89,9 @@ def attention(
             if mask.shape[-2] > 1:  # a row that sees nothing would be NaN
                 mask = F.pad(mask, (0, 0, 0, more_rows), value=True if is_bool else 0.0)
         output = attention(
-            query, key, value, scaling, mask, causal, score_cap=score_cap, sinks=sinks
-        )
+            query, key, value, scaling, mask, causal, score_cap=score_cap, sinks=sinks,
+            may_round=may_round,
+        )  # fmt: skip
         return output[:, :, :n_rows]
     if is_explicit:
         return _explicit_attention(query, key, value, scaling, mask, causal, score_cap, sinks)

@@ -479,12 +479,12 @@ class Model:
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
-        mask: Tensor | None, causal: bool,
+        mask: Tensor | None, causal: bool, *, may_round: bool = False,
     ) -> Tensor:  # fmt: skip
         """`attention` as a layer computes it, with the model's bound of scores and its sinks."""
         return attention(
             query, key, value, scaling, mask, causal, score_cap=self.score_cap,
-            sinks=self.sinks(layer),
+            sinks=self.sinks(layer), may_round=may_round,
         )  # fmt: skip
 
     def sinks(self, layer: int) -> Tensor | None:

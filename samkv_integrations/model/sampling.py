@@ -12,10 +12,13 @@ import reprlib
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import lru_cache
+from functools import cache
+from hashlib import sha256
 from threading import BoundedSemaphore
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args
@@ -36,6 +39,7 @@ from samkv_integrations.errors import (
     InvalidOption,
     MissingExtra,
     Overloaded,
+    TimedOut,
     UnknownOption,
     shown,
 )
@@ -221,6 +225,10 @@ _LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 MAX_SCHEMA_LENGTH = 100_000
 """Characters of a schema as JSON."""
 
+MAX_LITERAL_LENGTH = 2_000
+"""Characters of one pattern, constant, value of an enumeration or name of a property. The time of a
+mask grows with them, for some patterns with their square: 48,900 optional letters took 26 s."""
+
 MAX_MULTIPLE = 100_000
 """Largest common multiple of all values of ``multipleOf``, in units of their last decimal place:
 reading 99,991 takes about a second, and far larger ones take minutes and gigabytes."""
@@ -247,7 +255,20 @@ from llguidance import LLMatcher
 LLMatcher.validate_grammar(sys.stdin.read())
 """
 
-_reading = BoundedSemaphore(4)
+# Of one mask, in llguidance's units: with its own limits, an array of 2,000 constants takes 2.5 s
+# in the model's thread; with these, .7 s.
+_LEXER_FUEL, _STEP_ITEMS = 250_000, 2_000
+
+_MOST_READ = 64  # schemas that a reader remembers
+_MOST_WAITING_S = 30  # on the clock, for a place and the reading together
+_places = BoundedSemaphore(4)
+
+
+@cache
+def _places_of(owner: str) -> BoundedSemaphore:
+    """Half of the places, as an owner who always reads must leave some to others."""
+    return BoundedSemaphore(2)
+
 
 _VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
 
@@ -268,6 +289,12 @@ def check_json_schema(schema: object) -> None:
             f"json_schema of {len(written)} characters; it may have {MAX_SCHEMA_LENGTH}, as larger "
             "ones take too long to read"
         )
+    if len(literal := _longest_literal(schema)) > MAX_LITERAL_LENGTH:
+        raise InvalidOption(
+            "json_schema has a pattern, constant, value of an enumeration or name of "
+            f"{len(literal)} characters, {reprlib.repr(literal)}; it may have "
+            f"{MAX_LITERAL_LENGTH}; leave it out, and check that part when the answer is there"
+        )
     if _common_multiple(schema) > MAX_MULTIPLE:
         raise InvalidOption(
             f"json_schema: the values of multipleOf have a common multiple of more than "
@@ -285,18 +312,27 @@ class JsonConstraint(LogitsProcessor):
     schema: a JSON schema. Objects have their properties in its order, and no others unless
         ``additionalProperties`` says so.
     end_ids: tokens that end the answer.
+    reader, owner, until: see `SchemaReader.check`.
 
     Raises:
         InvalidOption: the schema is none, cannot be fulfilled, or asks for what cannot be decided
             token by token (``not``, ``uniqueItems``, ...).
         MissingExtra: llguidance is not installed.
-        Overloaded: four other schemas are being read for the first time.
+        Overloaded, TimedOut: the schema was not read in time.
     """
 
-    def __init__(self, model: Model, schema: Mapping[str, Any], end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        schema: Mapping[str, Any],
+        end_ids: frozenset[int],
+        reader: SchemaReader,
+        owner: str = "",
+        until: float | None = None,
+    ) -> None:
         check_json_schema(schema)
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise MissingExtra.of("llguidance", "structured") from error
         if not end_ids:
@@ -308,18 +344,17 @@ class JsonConstraint(LogitsProcessor):
             grammar = LLMatcher.grammar_from_json_schema(written, overrides=_LAYOUT)
         except (ValueError, RecursionError) as error:  # half characters, or nested too deep
             raise InvalidOption(f"json_schema: {error}; give a simpler schema") from error
-        if not _is_quickly_read(grammar):
-            raise InvalidOption(
-                f"json_schema takes more than {MOST_READING_S} s or {MOST_READING_BYTES >> 30} GiB "
-                "to read; give fewer patterns, fewer alternatives or smaller numbers"
-            )
-        self._matcher = LLMatcher(_tokenizer(model, end_ids), grammar, log_level=0)
+        reader.check(grammar, owner, until)
+        limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS)
+        tokenizer = _tokenizer(model, end_ids)
+        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise InvalidOption(
                 f"json_schema: {self._error}; change the schema, or check "
                 "that part of it when the answer is there"
             )
         self._n_seen: int | None = None
+        self._forced: list[int] = []  # the next tokens, where the schema leaves no choice
 
     @property
     def _error(self) -> str:
@@ -328,46 +363,124 @@ class JsonConstraint(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(1, prompt and answer so far) ids and (1, vocabulary) logits -> those that may follow."""
-        if self._n_seen is not None:
-            self._matcher.consume_tokens(input_ids[0, self._n_seen :].tolist())
+        taken = [] if self._n_seen is None else input_ids[0, self._n_seen :].tolist()
         self._n_seen = input_ids.shape[1]
-        bias = bytearray(self._matcher.compute_logit_bias())  # one byte a token, 0 for ruled out
+        self._matcher.consume_tokens(taken)
+        del self._forced[: len(taken)]
+        if not self._forced:  # found for a whole text at once, as it takes long for each token
+            self._forced = self._matcher.compute_ff_tokens()
+        if self._forced:
+            allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
+            allowed[self._forced[0]] = True
+        else:
+            bias = bytearray(self._matcher.compute_logit_bias())  # a byte a token, 0 for ruled out
+            every = torch.frombuffer(bias, dtype=torch.uint8).to(scores.device) > 0
+            allowed = every[: scores.shape[-1]]
         if self._matcher.is_error():
             raise InvalidOption(f"json_schema: {self._error}; give a simpler schema")
-        allowed = torch.frombuffer(bias, dtype=torch.uint8).to(scores.device) > 0
-        return scores.masked_fill(~allowed[: scores.shape[-1]], float("-inf"))
+        return scores.masked_fill(~allowed, float("-inf"))
 
 
-@lru_cache(maxsize=64)
-def _is_quickly_read(grammar: str) -> bool:
-    """Whether a process of its own reads it within the limits: nothing else can be ended."""
-    if not _reading.acquire(timeout=1):
-        raise Overloaded("json_schema: four others are being read; ask again in a few seconds")
+class SchemaReader:
+    """Reads the schemas of one namespace in processes of their own: nothing else can be ended.
+
+    It remembers the last ones. Each namespace has a reader, as the time that a schema takes would
+    tell who else has used it.
+    """
+
+    def __init__(self) -> None:
+        self._is_quick: dict[bytes, bool] = {}  # by the digest of the grammar, latest last
+
+    def check(self, grammar: str, owner: str = "", until: float | None = None) -> None:
+        """Check that a grammar of llguidance can be read within the limits.
+
+        owner: who asks; each may read two at once, of four. until: when the caller's timeout ends
+        (`time.perf_counter`); None without one.
+
+        Raises:
+            InvalidOption: it cannot.
+            TimedOut: it was not read within the caller's timeout.
+            Overloaded: it was not read in time, as the machine has much else to do.
+        """
+        digest = sha256(grammar.encode()).digest()
+        latest = time.perf_counter() + _MOST_WAITING_S
+        ends = latest if until is None else min(until, latest)
+        if (is_quick := self._is_quick.get(digest)) is None:
+            try:
+                with _place(_places_of(owner), ends), _place(_places, ends):
+                    if (is_quick := self._is_quick.get(digest)) is None:  # or read meanwhile
+                        is_quick = _is_read(grammar, ends)
+            except subprocess.TimeoutExpired as error:
+                if ends == until:
+                    raise TimedOut(
+                        "json_schema was not read within the timeout; give more, or a simpler "
+                        "schema"
+                    ) from error
+                raise Overloaded(
+                    f"json_schema was not read within {_MOST_WAITING_S} s, as others are being "
+                    "read; ask again later"
+                ) from error
+        self._is_quick.pop(digest, None)
+        self._is_quick[digest] = is_quick
+        for oldest in list(self._is_quick)[:-_MOST_READ]:
+            self._is_quick.pop(oldest, None)
+        if not is_quick:
+            raise InvalidOption(
+                f"json_schema takes more than {MOST_READING_S} s or {MOST_READING_BYTES >> 30} GiB "
+                "to read; give fewer patterns, fewer alternatives or smaller numbers"
+            )
+
+
+@contextmanager
+def _place(places: BoundedSemaphore, ends: float) -> Iterator[None]:
+    """Hold a place. Raises TimeoutExpired if none is free by ``ends``."""
+    left = max(0.0, ends - time.perf_counter())
+    if not places.acquire(timeout=left):
+        raise subprocess.TimeoutExpired("a place", left)
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _READ], input=grammar.encode(), capture_output=True,
-            timeout=12 * MOST_READING_S, check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:  # of a machine that has much else to do
-        raise Overloaded("json_schema: it could not be read in time; ask again later") from error
+        yield
     finally:
-        _reading.release()
+        places.release()
+
+
+def _is_read(grammar: str, ends: float) -> bool:
+    """Whether a process reads it within the limits. Raises TimeoutExpired at ``ends``."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _READ], input=grammar.encode(), capture_output=True,
+        timeout=max(0.0, ends - time.perf_counter()), check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
     return done.returncode == 0
+
+
+def _objects(schema: object) -> Iterator[Mapping[Any, Any]]:
+    """All objects in the JSON of a schema, with itself."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, Mapping):
+            yield part
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+
+
+def _longest_literal(schema: object) -> str:
+    """The longest name, pattern or value, as JSON, that text of an answer is compared with."""
+    literals = [""]
+    for part in _objects(schema):
+        literals += map(str, part)
+        literals += (json.dumps(part[name]) for name in ("const", "pattern") if name in part)
+        for name in ("enum", "required"):
+            if isinstance(part.get(name), list | tuple):
+                literals += map(json.dumps, part[name])
+    return max(literals, key=len)
 
 
 def _common_multiple(schema: object) -> int:
     """The least common multiple of all values of ``multipleOf``, without their trailing zeros."""
-    values, left = list[Decimal](), [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, Mapping):
-            value = part.get("multipleOf")
-            if type(value) in (int, float) and value:
-                values.append(Decimal(str(value)))
-            left += part.values()
-        elif isinstance(part, list | tuple):
-            left += part
+    given = (part.get("multipleOf") for part in _objects(schema))
+    values = [Decimal(str(value)) for value in given if type(value) in (int, float) and value]
     places = max([0, *(-int(value.as_tuple().exponent) for value in values)])
     if places > _MOST_PLACES:
         return MAX_MULTIPLE + 1

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import builtins
 import json
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from jsonschema import validate
 
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.errors import InvalidOption, MissingExtra, TimedOut
+from samkv_integrations.model import sampling
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import JsonConstraint, check_json_schema
+from samkv_integrations.model.sampling import JsonConstraint, SchemaReader, check_json_schema
 from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model, quoting_model, tiny_model
 
@@ -131,13 +136,21 @@ def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
         ({"enum": []}, "Unsatisfiable"),
         ({"minimum": float("nan")}, "it must be a JSON schema as a dict"),
         ({"const": "\ud800"}, "give a simpler schema"),
+        (
+            {"type": "string", "pattern": "^" + "a?" * 48_900 + "$"},
+            "97804 characters.*may have 2000",
+        ),
+        ({"const": {"description": "ab c" * 24_000}}, "may have 2000"),
+        ({"enum": ["a", "b" * 2_000]}, "may have 2000"),
+        ({"type": "object", "required": ["b" * 2_001]}, "may have 2000"),
+        ({"type": "object", "properties": {"b" * 2_001: {}}}, "may have 2000"),
         ({"type": "integer", "multipleOf": 9_999_991}, "common multiple of more than 100000"),
         (
             {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9.967}], "type": "number"},
             "common multiple of more than 100000",
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_schemas_that_are_refused(schema: Any, reason: str) -> None:
     with pytest.raises(InvalidOption, match=reason):
@@ -198,10 +211,84 @@ def test_a_schema_that_takes_too_long_to_read() -> None:
 def test_a_schema_that_cannot_be_read_in_time_is_refused() -> None:
     """Sixteen patterns at once took more than a minute, in a call that nothing can end."""
     patterns = [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(16)]
-    model = tiny_model()
+    model, reader = tiny_model(), SchemaReader()
     for _ in range(2):  # the second time it is known
         with pytest.raises(InvalidOption, match="takes more than 5 s or 1 GiB to read"):
-            JsonConstraint(model, {"allOf": patterns}, frozenset({2}))
+            JsonConstraint(model, {"allOf": patterns}, frozenset({2}), reader)
+
+
+LONG = {"type": "array", "minItems": 2000, "items": {"const": "ab c" * 490}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^((ab c){500} ){500}$"}, LONG,
+        {"type": "object", "properties": {"a": {"type": "boolean"}, "b": LONG},
+         "required": ["a", "b"]},
+        {"type": "string", "pattern": "^" + "a?" * 990 + "$"},
+    ],
+    ids=["repeated pattern", "constants", "constants later", "optional letters"],
+)  # fmt: skip
+def test_a_short_schema_of_long_texts_is_given_up_soon(schema: dict[str, Any]) -> None:
+    """Its masks took seconds each, in the model's thread."""
+    asked = engine()
+    form = JsonConstraint(asked.model, schema, asked.model.eos_ids, SchemaReader())
+    with pytest.raises(InvalidOption, match="give a simpler schema"):
+        ids = torch.tensor([[1]])
+        for _ in range(100):
+            allowed = form(ids, torch.zeros(1, asked.model.config.vocab_size))
+            ids = torch.cat((ids, allowed.argmax(-1, keepdim=True)), 1)
+
+
+def test_a_text_without_choice_is_found_once() -> None:
+    """Its tokens are those that masks, one by one, would allow."""
+    value = ["The ferry takes twelve minutes."] * 10
+    model = engine().model
+    form = JsonConstraint(model, {"const": value}, model.eos_ids, SchemaReader())
+    ids = torch.tensor([[1]])
+    for _ in range(100):
+        scores = form(ids, torch.zeros(1, model.config.vocab_size))
+        (allowed,) = scores.isfinite()[0].nonzero()[:, 0].tolist()
+        bias = form._matcher.compute_logit_bias()  # noqa: SLF001
+        assert [token for token, byte in enumerate(bias) if byte] == [allowed]
+        ids = torch.cat((ids, torch.tensor([[allowed]])), 1)
+    answer = engine().generate(PROMPT, json_schema={"const": value}, max_new_tokens=500)
+    assert json.loads(answer.text) == value
+
+
+def test_a_timeout_holds_while_a_schema_is_read() -> None:
+    patterns = [{"type": "string", "pattern": f".*a.{{{n}}}b2.*"} for n in range(16)]
+    with pytest.raises(TimedOut, match="not read within the timeout"):
+        engine().generate(PROMPT, json_schema={"allOf": patterns}, timeout=0.3)
+
+
+def test_an_owner_has_half_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, begun = threading.Event(), threading.Semaphore(0)
+
+    def hold(grammar: str, ends: float) -> bool:
+        begun.release()
+        return grammar == "quick" or held.wait(60)
+
+    monkeypatch.setattr(sampling, "_is_read", hold)
+    reader, until = SchemaReader(), time.perf_counter() + 60
+    with ThreadPoolExecutor(6) as threads:
+        waiting = [threads.submit(reader.check, f"slow {n}", "many", until) for n in range(6)]
+        assert all(begun.acquire(timeout=60) for _ in range(2))
+        reader.check("quick", "few", until)
+        assert begun.acquire(timeout=60) and not begun.acquire(timeout=0.1)  # no third of many
+        held.set()
+        for each in waiting:
+            each.result(60)
+
+
+def test_a_namespace_does_not_learn_what_another_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    monkeypatch.setattr(sampling, "_is_read", lambda grammar, ends: not read.append(grammar))
+    one, other = Engine(quoting_model()), Engine(quoting_model())  # a server has one for each
+    for asked in (one, one, other, other):
+        asked.generate(PROMPT, json_schema=SCHEMAS["either"], max_new_tokens=2)
+    assert len(read) == 2
 
 
 def test_thousands_of_tiny_multiples_are_refused_at_once() -> None:

@@ -17,6 +17,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidChunk
 from tests.support.chroma_link import assert_in_step, records
 from tests.support.langchain_store import Letters
+from tests.support.processes import wait_until
 from tests.support.records import TEXTS, builtin
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None
@@ -114,3 +115,40 @@ def test_a_document_that_cannot_be_cached_is_not_recorded(
     assert not records(run.store)
     assert run(("1", A)) == (1, 0, 0, 0)
     assert_in_step(run.store, A)
+
+
+def test_unchanged_texts_are_not_computed_again(indexer: Callable[..., Indexer]) -> None:
+    """With a batch smaller than a source, LangChain deletes texts and adds them again."""
+    run = indexer("incremental")
+    texts = [("1", text) for text in TEXTS]
+    run(*texts)
+    assert run.read == len(TEXTS)
+    changed = [("1", A + " More."), *texts[1:]]
+    run(*changed)
+    assert_in_step(run.store, *(text for _, text in changed))
+    assert run.read == len(TEXTS) + 1
+
+
+@pytest.mark.parametrize("end", ["forget", "final", "sync", "time"])
+def test_what_was_deleted_is_found_by_nothing_but_the_same_text(
+    indexer: Callable[..., Indexer], end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if end == "time":
+        monkeypatch.setattr("samkv_integrations.engine.chunks.RELEASED_S", 0.0)
+    run = indexer(None)
+    ids = run.store.add_texts([A, B])
+    engine = run.store.kv_link.engine
+    run.store.delete(ids[:1])
+    report = engine.generate(f"{A}\n\nQ?", [A], max_new_tokens=1, on_miss="text").report
+    assert (report.reused, report.found) == (0, 1)
+    assert run.read == 2
+    if end == "forget":
+        engine.forget([B])
+    elif end == "final":
+        engine.delete([engine.key_of(B)])
+    elif end == "sync":
+        run.store.kv_link.sync(grace_s=0)
+    else:
+        wait_until(lambda: not engine.chunks._released._caches, "the minute is over")  # noqa: SLF001
+    run.store.add_texts([A])
+    assert run.read == 3
