@@ -198,7 +198,7 @@ class _StoreAlone:
     def __init__(self, store: ChunkStore) -> None:
         self.store = store
 
-    def delete(self, keys: Collection[str]) -> int:
+    def delete(self, keys: Collection[str], *, is_final: bool = True) -> int:
         return self.store.delete(*keys)
 
 

@@ -61,7 +61,7 @@ def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         model,
         "attention",
-        lambda layer, query, key, value, scaling, mask, causal: attention(
+        lambda layer, query, key, value, scaling, mask, causal, **options: attention(
             query, key, value, scaling, mask, causal=False
         ),
     )

@@ -325,8 +325,8 @@ def test_a_rule_sees_the_attention_of_the_model(
     """The weights that it is shown, times the values, are what the layer computed."""
     outputs = []
 
-    def recorded(layer: int, *arguments: Any) -> Tensor:
-        outputs.append(attention(*arguments))
+    def recorded(layer: int, *arguments: Any, **options: Any) -> Tensor:
+        outputs.append(attention(*arguments, **options))
         return outputs[-1]
 
     engine = engines(family)
