@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
 _NO_ACCESS = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 ASKING_S = 120
 """Seconds for a process that asks the collections of a server, of which it loads all vectors."""
@@ -139,9 +142,12 @@ class Database:
         except subprocess.CalledProcessError as error:
             named, why = error.stdout, _last_line(error.stderr)
             if error.returncode < 0:
-                why = signal.Signals(-error.returncode).name
-        except subprocess.TimeoutExpired as error:
-            named, why = error.stdout or b"", f"no answer within {ASKING_S} s"
+                why = f"signal {-error.returncode}"
+                with suppress(ValueError):  # a real-time signal has no name
+                    why = signal.Signals(-error.returncode).name
+        except subprocess.TimeoutExpired:
+            _log.warning("%s was not asked to its end within %s s", self._folder, ASKING_S)
+            return
         else:
             return
         raise InvalidOption(

@@ -288,8 +288,10 @@ class Blend:
             output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)
         else:
             causal = mask is None and plan.n_entries > 1
+            # what later prompts take from memory is exact
+            may_round = len(plan.cached) > 0 and self.leaves is None
             output = self.model.attention(
-                layer, query, *as_rows, scaling, mask, causal, may_round=len(plan.cached) > 0
+                layer, query, *as_rows, scaling, mask, causal, may_round=may_round
             )
         if self.leaves is not None:
             self.leaves.take(keys, values)

@@ -29,7 +29,7 @@ from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
 from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
-from samkv_integrations.engine.prefill import batches, entries_before, prefill
+from samkv_integrations.engine.prefill import Before, batches, entries_before, prefill
 from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
@@ -91,18 +91,25 @@ class ReleasedCaches:
         self._lock = threading.Lock()
         self._caches: dict[str, ChunkCache] = {}
         self._timer: threading.Timer | None = None
+        self.n_cleared = 0
 
-    def add(self, cache: ChunkCache) -> None:
-        """Hold a cache for a minute at most, if there is room."""
+    def add(self, cache: ChunkCache, n_cleared: int) -> bool:
+        """Hold a cache for a minute at most, if there is room; returns whether there was.
+
+        n_cleared: how often all were dropped, before the cache was read. Else it is not held.
+        """
         with self._lock:
+            if n_cleared != self.n_cleared:
+                return False
             held = [*self._caches.values(), cache]
             if sum(each.entries.nbytes + each.key_range.nbytes for each in held) > RELEASED_BYTES:
-                return
+                return False
             self._caches[cache.key] = cache
             if self._timer is None:
                 self._timer = threading.Timer(RELEASED_S, self.clear)
                 self._timer.daemon = True
                 self._timer.start()
+            return True
 
     def take(self, key: str, made_by: Fingerprint) -> ChunkCache | None:
         """Remove a cache and return it; None if there is none of this fingerprint."""
@@ -114,6 +121,7 @@ class ReleasedCaches:
         """Drop all caches."""
         with self._lock:
             self._caches, timer, self._timer = {}, self._timer, None
+            self.n_cleared += 1
         if timer is not None:
             timer.cancel()
 
@@ -160,6 +168,7 @@ class Chunks:
         self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentChunks()
         self._released = ReleasedCaches()
+        self._of_prefix: tuple[str, Before] | None = None
         self._has_looked = False
 
     # -- identity ---------------------------------------------------------------------------
@@ -363,7 +372,8 @@ class Chunks:
                         bar.update()
                         on_written()
                 if missed:
-                    before = self._run(partial(entries_before, self.model, self.prefix))
+                    of_prefix = partial(self._entries_before, fingerprint, is_same_model)
+                    before = self._run(of_prefix)
                 for batch in batches(list(missed.values())):
                     caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
                     if not is_same_model():
@@ -384,6 +394,17 @@ class Chunks:
             finally:
                 self._stable_layers = None  # more chunks vote now
 
+    def _entries_before(
+        self, fingerprint: Fingerprint, is_same_model: Callable[[], bool]
+    ) -> Before:
+        """Entries of the prefix, computed once a model, in the model's thread."""
+        if self._of_prefix is None or self._of_prefix[0] != fingerprint.digest:
+            entries = entries_before(self.model, self.prefix)
+            if not is_same_model():  # then nothing of them is kept
+                return entries
+            self._of_prefix = fingerprint.digest, entries
+        return self._of_prefix[1]
+
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str], since: int
     ) -> dict[tuple[int, ...], StoredChunk]:
@@ -403,7 +424,7 @@ class Chunks:
             chunks = self.agree(self._named(list(true.values()), list(true)))
         fingerprint, is_same_model = self.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
-        before = entries_before(self.model, self.prefix) if chunks else ()
+        before = self._entries_before(fingerprint, is_same_model) if chunks else ()
         pending = batches(chunks)
         while pending:
             batch = pending.pop(0)
@@ -478,14 +499,17 @@ class Chunks:
 
         is_final: else `compute` finds caches again for a minute, see `ReleasedCaches`.
         """
-        if is_final:
-            self._released.clear()
-        for key in () if is_final else keys:
-            is_here = self.store.contains(key, self.fingerprint)
+        n_cleared, keeps = self._released.n_cleared, not is_final
+        for key in keys:
+            is_here = keeps and self.store.contains(key, self.fingerprint)
             if is_here and not self.store.is_elsewhere(key, self.fingerprint):
                 with suppress(CacheMiss), self.store.open(key, self.fingerprint) as stored:
-                    self._released.add(stored.chunk())
-        return self.store.delete(*keys)
+                    keeps = self._released.add(stored.chunk(), n_cleared)
+        try:
+            return self.store.delete(*keys)
+        finally:
+            if is_final:
+                self._released.clear()
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, for every model; returns how many chunks.
@@ -496,8 +520,10 @@ class Chunks:
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
         self._prepared = RecentChunks()
-        self._released.clear()
-        return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
+        try:
+            return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
+        finally:
+            self._released.clear()
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:
         """Bytes that the files of these chunks take, whether or not they exist; each key once."""

@@ -503,7 +503,7 @@ class JoinedLinears:
     """
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
-        self._linears, self._bias = linears, None
+        self._linears = linears
         packed = [each.packed for each in linears]
         self._whole = packed[0].whole if isinstance(packed[0], Part) else joined(packed)
         if any(each.exact is each.packed for each in linears):
@@ -514,15 +514,14 @@ class JoinedLinears:
         for each in linears:
             each.packed = Part(self._whole, first, each.out_features)
             first += each.out_features
-        if linears[0].bias is not None:
-            self._bias = torch.cat([each.bias for each in linears])
 
     def product(self, x: Tensor) -> Tensor:
         """(n, in_features) bfloat16 -> (n, sum of their out_features)."""
         if self._whole is None:
             return torch.cat([linear.packed_product(x) for linear in self._linears], 1)
-        product = self._whole.product(x)
-        return product if self._bias is None else product.add_(self._bias)
+        product: Tensor = self._whole.product(x)
+        biases = tuple(each.bias for each in self._linears if each.bias is not None)
+        return product.add_(torch.cat(biases)) if biases else product
 
 
 class PackedEmbedding(nn.Module):

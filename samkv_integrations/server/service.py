@@ -24,6 +24,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from samkv_integrations.engine.engine import Engine
@@ -142,7 +143,13 @@ class BoundedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            parts = _PART.finditer(await request.body())  # which the request keeps
+            try:
+                body = await request.body()  # which the request keeps
+            except ClientDisconnect as error:
+                raise Failure(400, "the client left before the body's end") from error
+            if b"\0" in body:  # which JSON in UTF-8 cannot hold, and in UTF-16 does
+                raise Failure(400, "the body is not JSON in UTF-8; send such", code="invalid_value")
+            parts = _PART.finditer(body)
             if next(islice(parts, MAX_PARTS, None), None) is not None:
                 raise Failure(
                     400, f"the body has more than {MAX_PARTS} strings, numbers, commas and opening "

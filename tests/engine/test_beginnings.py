@@ -337,3 +337,22 @@ def test_none_goes_to_a_remote_tier(tmp_path: Path) -> None:
     assert push(store).n_chunks == 2
     assert len(list((tmp_path / "remote").rglob("*.safetensors"))) == 2
     assert engine.store.delete_beginnings() == 1
+
+
+def test_what_a_blended_pass_leaves_in_memory_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full prefill takes it, so no attention that rounds its scores may have made it."""
+    model, held = tiny_model("llama", torch.bfloat16), []
+    prompt = prompt_of(CHUNKS, head="You answer questions of sailors about the harbour. " * 3)
+    for rounds in (False, True):
+        monkeypatch.setattr(
+            "samkv_integrations.model.attention.products_are_faster", lambda rounds=rounds: rounds
+        )
+        store = ChunkStore(tmp_path / str(rounds))
+        engine = Engine(model, store, method="reuse", exact_beginnings=False)
+        engine.cache_chunks(CHUNKS)
+        assert engine.generate(prompt, max_new_tokens=1).report.reused == 2
+        held.append(engine.prefixes._held[0])  # noqa: SLF001
+    for plain, other in zip(held[0].keys, held[1].keys, strict=True):
+        torch.testing.assert_close(plain, other, rtol=0.0, atol=0.0)
