@@ -497,7 +497,7 @@ class Chunks:
     def delete(self, keys: Sequence[str], *, is_final: bool) -> int:
         """Delete chunks by key; returns how many existed.
 
-        is_final: else `compute` finds caches again for a minute, see `ReleasedCaches`.
+        is_final: whether `compute` must not find their caches again, see `ReleasedCaches`.
         """
         n_cleared, keeps = self._released.n_cleared, not is_final
         for key in keys:

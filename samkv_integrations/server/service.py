@@ -148,7 +148,9 @@ class BoundedRoute(APIRoute):
             except ClientDisconnect as error:
                 raise Failure(400, "the client left before the body's end") from error
             if b"\0" in body:  # which JSON in UTF-8 cannot hold, and in UTF-16 does
-                raise Failure(400, "the body is not JSON in UTF-8; send such", code="invalid_value")
+                raise Failure(
+                    400, "the body holds a zero byte; send JSON in UTF-8", code="invalid_value"
+                )
             parts = _PART.finditer(body)
             if next(islice(parts, MAX_PARTS, None), None) is not None:
                 raise Failure(
