@@ -84,32 +84,22 @@ class Keeper(ABC):
 
 
 class Once(Keeper):
-    """Evicts once, after the prompt; the answer's entries come on top of the budget.
+    """Chooses once, after the prompt.
 
     choose: seen -> (budget, G) slots; called only with more than ``budget`` entries.
+    recent: then each new entry replaces the oldest of so many last ones; with 0, entries of the
+        answer come on top of the budget.
     """
 
-    def __init__(self, budget: int, choose: Callable[[Seen], Tensor]) -> None:
+    def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int = 0) -> None:
         super().__init__(budget)
-        self._choose = choose
+        self._choose, self._recent, self._n_evicted = choose, recent, 0
 
     def prompt(self, seen: Seen) -> Tensor | None:
         return self._choose(seen) if seen.n_entries > self.budget else None
 
     def step(self, seen: Seen) -> int | Tensor | None:
-        return None
-
-
-class Sliding(Once):
-    """Like `Once`, and then each new entry replaces the oldest of the ``recent`` last ones."""
-
-    def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int) -> None:
-        super().__init__(budget, choose)
-        self._recent = recent
-        self._n_evicted = 0
-
-    def step(self, seen: Seen) -> int | Tensor | None:
-        if seen.n_entries <= self.budget:
+        if not self._recent or seen.n_entries <= self.budget:
             return None
         # the recent entries are a ring buffer
         slot = self.budget - self._recent + self._n_evicted % self._recent

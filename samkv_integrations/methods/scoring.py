@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,11 @@ from samkv_integrations.methods.base import ProbedLayer
 from samkv_integrations.prompt.layout import Layout
 
 
-def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
-    """``ratio`` of ``n_tokens``, rounded up, with a tolerance for the error of floats."""
-    return (ratio * n_tokens.double() - 1e-6).ceil().clamp(min=0).long()
-
-
 def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
     """(Tctx,) bool, CPU: the ``tokens`` (n,) with the best scores, ``ratio`` of the context."""
     recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
-    count = min(len(tokens), int(token_budget(ratio, torch.tensor(layout.n_context))))
+    most = math.ceil(ratio * layout.n_context - 1e-6)  # a tolerance for the error of floats
+    count = min(len(tokens), max(0, most))
     recomputed[tokens[scores.topk(count).indices.cpu()]] = True
     return recomputed
 
