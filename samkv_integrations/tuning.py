@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ FULL = "recompute"
 Clock = Callable[[], float]
 
 NOISE = 1.1
-"""Times within this factor count as equal, because medians differ so much from run to run."""
+"""Times in one step of this factor count as equal: medians differ so much from run to run."""
 
 WORTH = 0.95
 """A setting must need less than this share of full prefill's time to first token."""
@@ -142,13 +143,11 @@ class Compared:
 
     right, full: whether the answer is right, and whether full prefill's is.
     ttft_ratio, kv_ratio: time to first token and bytes of the working cache, over full prefill's.
-    bytes_read: bytes read from chunk caches.
     """
 
     right: bool
     full: bool
     ttft_ratio: float
-    bytes_read: float
     kv_ratio: float
 
 
@@ -183,7 +182,6 @@ class Measurer:
                     right=is_right(answer.text, question.answers),
                     full=is_right(full.text, question.answers),
                     ttft_ratio=report.ttft_s / full.report.ttft_s,
-                    bytes_read=report.bytes_read,
                     kv_ratio=report.kv_bytes / report.full_kv_bytes,
                 )
             )
@@ -203,12 +201,11 @@ class Measurer:
 class Standing(Paired):
     """A setting compared with full prefill, over the questions that it was asked.
 
-    ``ttft_ratio`` is a median; the other figures of `Compared` are means.
+    ``ttft_ratio`` is a median, ``kv_ratio`` a mean.
     """
 
     label: str
     ttft_ratio: float
-    bytes_read: float
     kv_ratio: float
 
     @classmethod
@@ -218,7 +215,6 @@ class Standing(Paired):
         return cls(
             label=label, **vars(paired),
             ttft_ratio=median(one.ttft_ratio for one in answers),
-            bytes_read=mean(one.bytes_read for one in answers),
             kv_ratio=mean(one.kv_ratio for one in answers),
         )  # fmt: skip
 
@@ -286,7 +282,8 @@ class Run:
         checked, last, needed = list[Standing](), standings, min(LEAST_ASKED, len(choice))
         is_cut = self._is_cut(standings, needed)
         able = [each for each in standings if not self._is_out(each) and self._can_judge(each)]
-        tried = [] if is_cut else [each.label for each in self._best_first(able)[:MOST_TRIED]]
+        best = sorted(able, key=self._rank)[:MOST_TRIED]
+        tried = [] if is_cut else [each.label for each in best]
         if tried:
             needed = min(LEAST_CHECKED, len(held_out))
             if self._clock() < began + time_s:
@@ -353,20 +350,14 @@ class Run:
                 ]
         return [Standing.over(label, answers[label]) for label in labels]
 
-    def _best_first(self, standings: Sequence[Standing]) -> list[Standing]:
-        """Settings that are enough, fastest first; then the others, by the points that they miss.
+    def _rank(self, each: Standing) -> tuple[float, ...]:
+        """Settings that are enough first, fastest first; others by the points that they miss.
 
         A setting that is not enough on a few questions may be enough on more. Among settings whose
-        times are equal within `NOISE` the order is by right answers, then by working cache.
+        times are in one step of `NOISE` the order is by right answers, then by working cache.
         """
-        left, ordered = list(standings), []
-        while left:
-            bound = min(each.ttft_ratio for each in left) * NOISE
-            near = [each for each in left if each.ttft_ratio <= bound]
-            best = min(near, key=lambda each: (-each.difference, each.kv_ratio))
-            ordered.append(best)
-            left.remove(best)
-        return sorted(ordered, key=lambda each: max(0.0, self._least - each.difference))
+        step = math.floor(math.log(max(each.ttft_ratio, 1e-6), NOISE))
+        return max(0.0, self._least - each.difference), step, -each.difference, each.kv_ratio
 
 
 def recommended(

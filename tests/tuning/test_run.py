@@ -50,7 +50,7 @@ class Fake:
             found.append(
                 Compared(
                     right=right, full=self.full(question.id),
-                    ttft_ratio=self.ttft_ratio(label, question.id), bytes_read=10, kv_ratio=0.5,
+                    ttft_ratio=self.ttft_ratio(label, question.id), kv_ratio=0.5,
                 )
             )  # fmt: skip
         return found
