@@ -49,27 +49,8 @@ QUESTION = "Who laid the railway line to Ostmere?"
 
 PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
 
-_OTHERS = (
-    "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye bread "
-    "and a plum cake, which is made on Fridays only.",
-    "[Theatre]\nThe theatre seats 240. Its curtain, woven in 1902, shows the river with three "
-    "boats; the middle one has a red sail.",
-    "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it waits for "
-    "the ice to be broken.",
-    "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung by hand, "
-    "by the oldest pupil.",
-    "[Clock]\nThe clock of the town hall has been five minutes slow since the storm of 1987; "
-    "nobody minds.",
-)
-
-SAMPLES = (
-    (QUESTION, ("Ida Brandt",), CHUNKS),
-    ("How many books does the library hold?", ("5120",), CHUNKS[1::-1]),
-    ("When was the bakery opened?", ("1931",), _OTHERS[:2]),
-    ("What colour is the sail of the middle boat?", ("red",), _OTHERS[1:4]),
-    ("Who rings the bell?", ("oldest pupil",), _OTHERS[3:]),
-)
-"""Questions, right answers and chunks, on which the effect of fewer bits is measured."""
+QUESTIONS = (QUESTION, "How many books does the library hold?", "When was the harbour built?")
+"""Asked of `CHUNKS`, to measure the effect of fewer bits."""
 
 NEGLIGIBLE_KL = 0.05
 """Mean KL divergence in nats that fewer bits may add to first tokens.
@@ -252,18 +233,18 @@ def bits_advice(model: Model) -> tuple[Check, int]:
 
 
 def _sample_logits(model: Model, bits: int) -> list[Tensor]:
-    """(vocabulary,) of the first token of each sample, with chunks stored in ``bits``.
+    """(vocabulary,) of the first token of each question, with chunks stored in ``bits``.
 
-    Each question is asked with every rotation of its chunks, as single prompts differ much.
+    Each question is asked with every rotation of the chunks, as single prompts differ much.
     """
     engine = Engine(model, method="reuse", store_bits=bits)
-    found = []
-    for question, _, chunks in SAMPLES:
-        engine.cache_chunks(chunks)
-        for first in range(len(chunks)):
-            order = (*chunks[first:], *chunks[:first])
-            found.append(engine.logits(rag_prompt(question, order), order, eviction="none")[0])
-    return found
+    engine.cache_chunks(CHUNKS)
+    rotations = [(*CHUNKS[first:], *CHUNKS[:first]) for first in range(len(CHUNKS))]
+    return [
+        engine.logits(rag_prompt(question, order), order, eviction="none")[0]
+        for question in QUESTIONS
+        for order in rotations
+    ]
 
 
 def _kl(full: Tensor, other: Tensor) -> float:

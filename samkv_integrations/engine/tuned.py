@@ -102,12 +102,10 @@ def choices_of(
     Raises UnknownOption or InvalidOption if an argument or the file is wrong.
     """
     get_eviction(eviction)
-    entry = None
-    if method is None or store_bits is None:
-        entry = tuned_setting(model, store)
-    if store_bits is not None:
-        bits = store_bits
-    else:
+    entry, bits = None, store_bits
+    if (method is None or bits is None) and isinstance(store, ChunkStore):
+        entry = read_tuned(store.path).get(model.name)
+    if bits is None:
         bits = DEFAULT_STORE_BITS if entry is None else entry.store_bits
     if method is not None or entry is None:
         return get_method(DEFAULT_METHOD if method is None else method), bits, None
@@ -120,11 +118,6 @@ def choices_of(
         return get_method(DEFAULT_METHOD), bits, None
     _LOG.info("%s: %r answers with %s", TUNED_FILE, model.name, entry.line)
     return entry.to_method(), bits, entry
-
-
-def tuned_setting(model: Model, store: Store) -> TunedSetting | None:
-    """The entry of the model in the folder of the store, if any. Raises as `read_tuned` does."""
-    return read_tuned(store.path).get(model.name) if isinstance(store, ChunkStore) else None
 
 
 def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
