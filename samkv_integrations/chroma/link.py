@@ -432,7 +432,7 @@ class ChromaLink:
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
         """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
 
-        A record without a text is left out, with a warning, and the next nearest one returned.
+        A record without a text is left out, with a warning.
 
         Raises:
             EmptyInput: the collection is empty.
@@ -446,34 +446,27 @@ class ChromaLink:
             n_records = self.collection.count()
         if not n_records:
             raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        n_asked = k
-        while True:
-            with chroma_errors(f"collection {name!r} refused the query"):
-                found = self.collection.query(
-                    query_embeddings=[embedding],
-                    n_results=n_asked,
-                    include=["documents", "metadatas", "distances"],
-                )
-            documents, metadatas = found["documents"], found["metadatas"]
-            distances = found["distances"]
-            assert documents and metadatas and distances  # they were asked for
-            columns = found["ids"][0], documents[0], metadatas[0], distances[0]
-            rows = list(zip(*columns, strict=True))
-            textless = [id_ for id_, text, _, _ in rows if text is None]
-            if len(rows) - len(textless) >= k or len(rows) < n_asked:
-                break
-            n_asked *= 2
-        if textless:
+        with chroma_errors(f"collection {name!r} refused the query"):
+            found = self.collection.query(
+                query_embeddings=[embedding],
+                n_results=k,
+                include=["documents", "metadatas", "distances"],
+            )
+        documents, metadatas = found["documents"], found["metadatas"]
+        distances = found["distances"]
+        assert documents and metadatas and distances  # they were asked for
+        rows = list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
+        for id_ in [id_ for id_, text, _, _ in rows if text is None][:1]:
             # Chroma keeps an index for each process, and one set of records for all processes.
             _log.warning(
                 "record %r of collection %r has no text and is left out; add it again with one, or "
-                "start this process again if another one has deleted it", textless[0], name,
+                "start this process again if another one has deleted it", id_, name,
             )  # fmt: skip
         return [
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
             for id_, text, metadata, distance in rows
             if text is not None
-        ][:k]
+        ]
 
 
 def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:

@@ -12,7 +12,7 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -325,7 +325,10 @@ def option_names(method: Method) -> tuple[str, ...]:
     )
 
 
-_NAMES = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((int, float), "a number"), int: ((int,), "a whole number"),
+    bool: ((bool,), "True or False"), type(None): ((type(None),), "None"),
+}  # fmt: skip
 
 
 def with_option(method: Method, setting: str) -> Method:
@@ -346,20 +349,8 @@ def with_option(method: Method, setting: str) -> Method:
     except (ValueError, SyntaxError):
         value = text  # a word
     hint = get_type_hints(type(part))[field]
-    if not _fits(value, hint):
-        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {_words(hint)}")
+    kinds = [_KINDS[kind] for kind in get_args(hint) or (hint,)]  # of a union, or of one type
+    if not any(type(value) in types for types, _ in kinds):
+        allowed = " or ".join(words for _, words in kinds)
+        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {allowed}")
     return replace(method, **{part_name: replace(part, **{field: value})})
-
-
-def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_args(hint):  # a union
-        return any(_fits(value, kind) for kind in get_args(hint))
-    return type(value) in ((int, float) if hint is float else (hint,))
-
-
-def _words(hint: Any) -> str:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    return " or ".join(map(_words, get_args(hint))) if get_args(hint) else _NAMES[hint]
