@@ -25,7 +25,7 @@ from samkv_integrations.cache.chunk import (
 )
 from samkv_integrations.cache.index.index import EVICTED, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.errors import FingerprintMismatch, SamkvError, StoreError
+from samkv_integrations.errors import FingerprintMismatch, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Outage:
         except StoreError as error:
             self.tell(error)
 
-    def tell(self, error: SamkvError) -> None:
+    def tell(self, error: Exception) -> None:
         """Log a failure: a warning the first time, at DEBUG from then on."""
         is_first, self._has_warned = not self._has_warned, True
         _log.log(logging.WARNING if is_first else logging.DEBUG, self._says, error)
@@ -185,8 +185,8 @@ class Store:
 
     Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
     process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `begin_to_fetch`,
-    `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine` never raise `StoreError`;
-    the other methods do if the store cannot be used.
+    `touch`, `chunk_index`, `note`, `record` and `quarantine` never raise `StoreError`; the other
+    methods do if the store cannot be used.
 
     This class implements what the index answers. A subclass implements the methods that raise
     NotImplementedError, and those of a remote tier if it has one.
@@ -249,10 +249,6 @@ class Store:
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
-
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Begin to fetch a cache, for a prompt that is about to come. Best effort."""
-        self.begin_to_fetch([key], fingerprint)
 
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         """Seconds since a cache was put, touched or used; None if the chunk is unknown."""

@@ -184,13 +184,12 @@ def _move(
         try:
             return copy(place)
         except (SamkvError, OSError) as error:
-            shared.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            shared.outage.tell(error)
             return None
 
-    sizes: list[int | None] = []
-    for size in shared.objects.pool.map(moved, places):
-        sizes.append(size)
+    copied = []
+    for n_done, size in enumerate(shared.objects.pool.map(moved, places), 1):
+        copied += [] if size is None else [size]
         if progress is not None:
-            progress(len(sizes), len(places))
-    copied = [size for size in sizes if size is not None]
-    return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(sizes) - len(copied))
+            progress(n_done, len(places))
+    return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(places) - len(copied))

@@ -135,7 +135,8 @@ class Objects:
         return []
 
     def remove(self, path: str) -> bool:
-        """Delete an object; whether there was one."""
+        """Delete an object, even if the place failed a moment ago; whether there was one."""
+        self.ask_again()
         with self._asked():
             if not self._fs.exists(self._place(path)):
                 return False

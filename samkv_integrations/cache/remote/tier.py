@@ -276,7 +276,7 @@ class SharedTier:
             self._read_marker()
             self.send(place)
         except (CacheMiss, StoreError, OSError) as error:
-            self.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            self.outage.tell(error)
 
     def send(self, place: Place) -> int:
         """Copy a chunk of the folder to the remote tier; its bytes, 0 if it has gone.
@@ -311,15 +311,8 @@ class SharedTier:
         self.check_answers()
         with _answering("not all can be deleted from the remote tier"):
             places = [(d, k) for d in self._digests() for k in keys if _NAME.fullmatch(k)]
-            gone = self.objects.pool.map(self._remove, places)
+            gone = self.objects.pool.map(self.objects.remove, map(self._path, places))
             return {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
-
-    def _remove(self, place: Place) -> bool:
-        try:
-            return self.objects.remove(self._path(place))
-        except CacheMiss:  # a question has given the remote tier up meanwhile
-            self.objects.ask_again()
-            return self.objects.remove(self._path(place))
 
     # -- all chunks -----------------------------------------------------------------------------
 
