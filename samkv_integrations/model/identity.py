@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
-from samkv_integrations.model.families import text_config, windows_of
+from samkv_integrations.model.families import refuse_adapters, text_config, windows_of
 from samkv_integrations.model.packed_weights import Exact, row_blocks, unpacked_of
-from samkv_integrations.model.supported import refuse_adapters
 
 _PIECE_BYTES = 2**25
 """What one thread hashes at a time, and the most that it copies from another device."""
