@@ -28,8 +28,8 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 class ChunkStore(Store):
     """Chunk caches in a folder. Any number of processes may read and write it at the same time.
 
-    docs/format.md describes the files. A cache is read from its file alone. An index beside the
-    files, which is rebuilt if it is lost, holds sizes, times of use and texts.
+    docs/format.md describes the files. A cache is read from its file alone. The index beside the
+    files is rebuilt if it is lost.
     """
 
     keeps_beginnings = True
@@ -171,8 +171,7 @@ class ChunkStore(Store):
     ) -> None:
         """Limit the bytes of chunk files, for all processes and until it is set again.
 
-        The least recently used caches are evicted. An evicted chunk is a counted miss, and is
-        computed again when a prompt needs it.
+        The least recently used caches are evicted, and computed again when a prompt needs them.
 
         max_bytes: of all namespaces together, a number or a size such as ``"20GB"``; None for no
             limit.
