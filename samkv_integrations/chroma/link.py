@@ -51,9 +51,7 @@ class ChromaLink:
     a deleted collection or a crash, call `sync`.
 
     A cache is kept while any collection of the same database references it. Another database, such
-    as that of another Chroma tenant, is refused if it would share the caches, because its records
-    are not known here. Each database needs a folder of caches or a namespace of its own. Databases
-    in memory may follow each other, because they end with their process.
+    as that of another Chroma tenant, needs a folder of caches or a namespace of its own.
 
     Args:
         collection: a Chroma collection, see `open_collection` and `connect_collection`.
@@ -100,9 +98,8 @@ class ChromaLink:
         """Cache the chunks, then write their records. Records with the same ids are replaced.
 
         Caches of replaced records are released. After an interruption the same call computes only
-        what is missing. A cache is verified as a whole, unless this process has just made it
-        (`Engine.cache_chunks`) or the record already names the right key: then the file need only
-        exist.
+        what is missing. A cache is verified as a whole, unless this process has just made it or the
+        record already names it: then the file need only exist.
 
         without_cache: ids of records whose text is no chunk, such as the text of an image.
         build_missing: whether to compute missing caches. Give False after other processes have
@@ -157,10 +154,7 @@ class ChromaLink:
         embeddings: Sequence[Sequence[float]],
         metadatas: Sequence[Metadata | None] | None = None,
     ) -> Sequence[Metadata | None]:
-        """Check the arguments of `add`; returns the metadata of each record.
-
-        Raises InvalidOption as `add` does.
-        """
+        """Check the arguments of `add`; returns the metadata of each record."""
         rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
         if len({len(ids), len(texts), len(embeddings), len(rows)}) > 1:
             raise InvalidOption(
@@ -201,8 +195,8 @@ class ChromaLink:
 
         Raises:
             InvalidOption: neither is given (see `clear`), or Chroma refuses one of them.
-            StoreError: the caches cannot be deleted, for instance because a remote tier does not
-                answer. The records are still there, unless the error says that they are gone.
+            StoreError: the caches cannot be deleted. The records are still there, unless the error
+                says that they are gone.
         """
         if isinstance(ids, str):  # its letters may be ids too
             raise InvalidOption(f"ids={ids!r:.60} is one id; give a list of ids")
@@ -235,10 +229,7 @@ class ChromaLink:
         return self._release(keys)
 
     def _check_release(self, keys: set[str]) -> None:
-        """Raises StoreError if these caches could not be deleted.
-
-        Called before records are deleted. Caches without records stay until the next `sync`.
-        """
+        """Before records are deleted: raises StoreError if their caches could not be."""
         if keys:
             store = self.engine.store
             store.check_delete(*store.same_texts(*keys))
@@ -257,9 +248,8 @@ class ChromaLink:
         """Delete the caches of ``keys`` that no record references; returns how many there were.
 
         Caches of the same texts by other models are deleted as well, and then the texts. A record
-        of any collection of this database is a reference if its metadata hold the key. A record
-        that was written without the key is one after the next `sync`. A text that is added again
-        within a minute is not computed again, see `Engine.delete`.
+        of any collection of this database is a reference if its metadata hold the key, which `sync`
+        writes. A text that is added again within a minute is not computed again.
 
         Raises StoreError if a cache cannot be deleted.
         """
@@ -284,13 +274,9 @@ class ChromaLink:
     # -- records that others wrote ----------------------------------------------------------
 
     def adopt(self, *, cache_existing: bool) -> None:
-        """Cache the existing records, or warn if they have no caches.
+        """Cache all existing records as `sync` does, or warn if a few of them have no caches.
 
-        cache_existing: whether to cache and link all existing records, as `sync` does without
-            pruning. Else a few records are checked. If none has a cache, because another vector
-            store or another model has made them, a warning is logged.
-
-        Raises InvalidOption or StoreError as `sync` does.
+        They have none if another vector store or another model has made them.
         """
         if cache_existing:
             self.sync(prune=False, progress=True)
@@ -319,10 +305,9 @@ class ChromaLink:
     ) -> SyncResult:
         """Make caches and keys agree with the present texts of the records.
 
-        It may be interrupted at any moment; the next call continues. A second call without changes
-        in between does nothing. A cache counts as present if its file exists; files are not
-        verified. An evicted cache is not computed again, because it would evict another one. A
-        question that needs it computes it.
+        It may be interrupted at any moment; the next call continues. A cache counts as present if
+        its file exists. An evicted cache is not computed again, because it would evict another one;
+        a question that needs it computes it.
 
         build_missing: whether to compute missing caches.
         prune: whether to delete unreferenced chunks: caches and texts of this store's namespace, of

@@ -41,9 +41,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Occurrence:
-    """One occurrence of a chunk in a prompt: its consecutive runs.
-
-    There are several where a template indents or quotes its lines. A chunk may occur twice.
+    """One occurrence of a chunk: its runs, several where a template indents or quotes its lines.
 
     index: the number of the index that has the chunk. key: its name there. token_ids: of the whole
     chunk.
