@@ -60,10 +60,7 @@ class FingerprintMismatch(StoreError):
 
 
 class CacheMiss(SamkvError):
-    """One chunk cache cannot be used; ``reason`` is one of `MISS_REASONS`.
-
-    Never reaches a user: the engine falls back to the chunk's text and counts the reason.
-    """
+    """One chunk cache cannot be used. Never reaches a user: the engine counts the reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         assert reason in MISS_REASONS, reason

@@ -89,11 +89,7 @@ def as_label(setting: TunedSetting) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieved:
-    """Questions with their documents, and how many questions were left out, by reason.
-
-    too_long: prompt and answer exceed the context window. uncached: a chunk has no cache, so a
-    method has nothing to reuse.
-    """
+    """Questions with their documents, and how many were left out: too long, or a chunk uncached."""
 
     questions: Sequence[Question]
     too_long: int
@@ -154,10 +150,8 @@ class Compared:
 class Measurer:
     """Answers questions by full prefill and by other methods. The store is only read.
 
-    Args:
-        engine: over the collection's caches, without a prefix cache and exact beginnings.
-        methods: label -> method.
-        max_new_tokens: longest answer. chat: whether prompts go through the chat template.
+    engine: without a prefix cache and exact beginnings. methods: by label. chat: whether prompts go
+    through the chat template.
     """
 
     def __init__(
@@ -221,10 +215,8 @@ class Standing(Paired):
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run.
+    """The standings of all settings on the choice, and of the best on held-out questions.
 
-    standings: of all settings, on the questions of the choice.
-    held_out: of the best settings, on held-out questions, best first.
     chosen: the first of these that is enough; None for full prefill. why: then the reason.
     """
 
@@ -235,19 +227,14 @@ class Result:
 
 
 Compare = Callable[[Question, Sequence[str]], Sequence[Compared]]
-"""Answers a question by each of the labels, as `Measurer.compare` does."""
+"""See `Measurer.compare`."""
 
 
 class Run:
     """A comparison of settings. Progress goes to standard error.
 
-    Args:
-        compare: answers a question by several settings.
-        lose: percentage points by which right answers may be below full prefill's.
-        minutes: time for measuring. A question that has begun is still answered.
-        clock: gives the time in seconds.
-
-    Raises InvalidOption for values out of range.
+    lose: percentage points by which right answers may be below full prefill's. minutes: a question
+    that has begun is still answered. clock: in seconds. Raises InvalidOption for values out of range.
     """
 
     def __init__(
@@ -268,12 +255,9 @@ class Run:
         self._least = -lose / 100
 
     def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
-        """Compare all settings on some questions, then the best ones on held-out questions.
+        """Compare all settings on three of five questions, then the best ones on the others.
 
-        Of every five questions, three are for the choice and two are held out. If the time is over
-        before enough of either are answered, nothing is chosen.
-
-        questions: at least `LEAST_QUESTIONS`.
+        If the time is over before enough of either are answered, nothing is chosen.
         """
         choice = [one for place, one in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
         held_out = [one for place, one in enumerate(questions) if place % 5 >= 3]
@@ -332,8 +316,7 @@ class Run:
     ) -> list[Standing]:
         """Ask questions of each of ``labels``; a setting that is out is asked no more.
 
-        No question begins if it might end after ``ends``, but at least one is asked. ends: a time
-        of the clock.
+        No question but the first begins if it might end after ``ends``, a time of the clock.
         """
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
         left, longest = list(labels), 0.0

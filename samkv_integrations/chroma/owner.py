@@ -42,7 +42,7 @@ class Ownership:
     def claim(self) -> None:
         """Check that the caches belong to this database, and write that into the note.
 
-        Raises InvalidOption if they do not, StoreError if the note is damaged, or cannot be written.
+        Raises InvalidOption if they do not, StoreError if the note is damaged or not written.
         """
         mine = str(self._records.collection.id)
         owner = self._read()

@@ -124,10 +124,7 @@ def _prefix_reuse(engine: Engine) -> Check:
 
 
 def _rotation(engine: Engine) -> Check:
-    """Compares keys at a new position, rotated there by us and by the model, in every layer.
-
-    Both come from the same hidden states, so only the position differs.
-    """
+    """Compares the keys of every layer at a new position, rotated there by us and by the model."""
     model = engine.model
     ids = torch.tensor([model.tokenize(CHUNKS[0], special=False)])
     here = torch.arange(ids.shape[1])
@@ -180,10 +177,7 @@ def _tokens(engine: Engine) -> Check:
 def _logits(
     engine: Engine, prompt: str, chunks: Sequence[str], method: str, follow: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """(1 + n, vocabulary) logits of the first token and after each of n tokens to follow.
-
-    By ``method``, and by the forward pass of transformers.
-    """
+    """(1 + n, vocabulary) logits before and after n tokens, by ``method`` and by transformers."""
     model = engine.model
     with engine.resolve(prompt, chunks) as resolved:
         ids = torch.tensor([[*resolved.token_ids, *follow]], device=model.device)
@@ -212,7 +206,7 @@ def _compare(
 
 
 def bits_advice(model: Model) -> tuple[Check, int]:
-    """The fewest bits in a chunk cache that change first tokens negligibly, and what each does."""
+    """The fewest bits that change first tokens negligibly, and what each number of bits does."""
     most, *fewer = sorted(STORE_BITS, reverse=True)
     advised, exact, told = most, _sample_logits(model, most), []
     for bits in fewer:

@@ -97,9 +97,8 @@ def choices_of(
 ) -> tuple[Method, int, TunedSetting | None]:
     """The method and the bits of an engine, and the tuned entry that named the method, if any.
 
-    Arguments come first, then the entry beside the caches, then the defaults.
-
-    Raises UnknownOption or InvalidOption if an argument or the file is wrong.
+    Arguments come first, then the entry beside the caches, then the defaults. Raises UnknownOption
+    or InvalidOption if one is wrong.
     """
     get_eviction(eviction)
     entry, bits = None, store_bits
@@ -174,8 +173,6 @@ def _entry(model: str, found: object) -> TunedSetting:
 
 def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
     """Write an entry, in place of the one that the model had; returns the file.
-
-    Entries of other models stay as they are.
 
     Raises InvalidOption if the file that is there is broken, or cannot be written.
     """
