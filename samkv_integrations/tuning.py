@@ -234,7 +234,7 @@ class Run:
     """A comparison of settings. Progress goes to standard error.
 
     lose: percentage points by which right answers may be below full prefill's. minutes: a question
-    that has begun is still answered. clock: in seconds. Raises InvalidOption for values out of range.
+    that has begun is still answered. clock: in seconds. Raises InvalidOption.
     """
 
     def __init__(

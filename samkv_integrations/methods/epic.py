@@ -46,22 +46,17 @@ class EpicRecompute(Recompute):
         return selection.tokens(layout) & wanted & ~layout.exact[layout.chunk_of_token]
 
 
-def epic() -> Method:
-    """LegoLink-16, the paper's most frequent setting."""
-    return Method(
-        name="epic",
-        paper="arXiv 2410.15332",
-        summary="everything kept; the first 16 tokens of each chunk recomputed",
-        recompute=EpicRecompute(),
-    )
+EPIC = Method(
+    name="epic",
+    paper="arXiv 2410.15332",
+    summary="everything kept; the first 16 tokens of each chunk recomputed",
+    recompute=EpicRecompute(),
+)
+AUTO = replace(
+    EPIC, name="auto", else_way="epic", whole_if_faster=True,
+    summary="epic, or full prefill where that is faster",
+)  # fmt: skip
+"""The default: `epic`, or full prefill where that is not slower.
 
-
-def auto() -> Method:
-    """The default: `epic`, or full prefill where that is not slower.
-
-    The reason is measured: docs/results/right_answers.md.
-    """
-    return replace(
-        epic(), name="auto", else_way="epic", whole_if_faster=True,
-        summary="epic, or full prefill where that is faster",
-    )  # fmt: skip
+The reason is measured: docs/results/right_answers.md.
+"""

@@ -78,11 +78,9 @@ class MultiInfllmSelect(Select):
         return Selection(keep=chosen.cpu() | layout.is_anchor)
 
 
-def multi_infllm() -> Method:
-    """A fifth of each chunk."""
-    return Method(
-        name="multi-infllm",
-        paper="arXiv 2402.04617",
-        summary="anchors and each chunk's best blocks by mean keys; nothing recomputed",
-        select=MultiInfllmSelect(),
-    )
+MULTI_INFLLM = Method(
+    name="multi-infllm",
+    paper="arXiv 2402.04617",
+    summary="anchors and each chunk's best blocks by mean keys; nothing recomputed",
+    select=MultiInfllmSelect(),
+)

@@ -222,11 +222,7 @@ def _samkv(name: str, update: Update, how: str) -> Method:
     )
 
 
-def samkv_overwrite() -> Method:
-    """The paper with its overwrite update."""
-    return _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
-
-
-def samkv_fusion() -> Method:
-    """The paper with its fusion update (equation 4)."""
-    return _samkv("samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine")
+SAMKV_OVERWRITE = _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
+SAMKV_FUSION = _samkv(
+    "samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine"
+)
