@@ -20,7 +20,7 @@ from samkv_integrations.cache.files.folder import (
 )  # fmt: skip
 from samkv_integrations.cache.index.index import Entry, bytes_of
 from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
-from samkv_integrations.cache.store import Store, StoredChunk, StoreStats
+from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
@@ -181,10 +181,6 @@ class ChunkStore(Store):
         """
         limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
         self.index.set_budget(limit, _quotas(quota))
-
-    def stats(self, *, everyone: bool = False) -> StoreStats:
-        """What the store holds. everyone: of all namespaces, not only of this one."""
-        return self._stats(None if everyone else self.namespace)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         if self.shared is not None:

@@ -379,15 +379,11 @@ class Store:
         """If the default namespace is empty: namespaces of the store that have caches, in words."""
         return None
 
-    def stats(self) -> StoreStats:
-        """What the store holds of this namespace."""
-        return self._stats(self.namespace)
-
-    def _stats(self, space: str | None) -> StoreStats:
-        """What the store holds of a namespace; None for all."""
+    def stats(self, *, everyone: bool = False) -> StoreStats:
+        """What the store holds. everyone: of all namespaces, not only of this one."""
         made_by = {each.digest: each for each in self.index.fingerprints()}
         sums: dict[FingerprintStats, Counter[str]] = {}
-        for namespace, digest, *figures in self.index.totals(space):
+        for namespace, digest, *figures in self.index.totals(None if everyone else self.namespace):
             if (known := made_by.get(digest)) is not None:
                 row = FingerprintStats(
                     model=known.model, dtype=known.dtype, store_bits=known.store_bits,

@@ -13,7 +13,7 @@ of the engine stand in quotes.
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
@@ -45,9 +45,18 @@ def check_options(options: type, given: Mapping[str, Any]) -> None:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def check_of(module: str, name: str) -> Callable[[Any], object]:
-    """The function ``name`` of a module, which is imported when a value is checked."""
-    return lambda value: getattr(import_module(f"samkv_integrations.{module}"), name)(value)
+def check_value(name: str, value: Any) -> object:  # noqa: ANN401
+    """The check of the code that uses the option ``name``."""
+    from samkv_integrations.cache.formats.quantise import check_store_bits
+    from samkv_integrations.eviction import get_eviction
+    from samkv_integrations.methods import get_method
+    from samkv_integrations.model.sampling import check_json_schema
+
+    checks: Mapping[str, Callable[[Any], object]] = {
+        "method": get_method, "eviction": get_eviction, "store_bits": check_store_bits,
+        "json_schema": check_json_schema,
+    }  # fmt: skip
+    return checks[name](value)
 
 
 def check_prefix(prefix: object) -> None:
@@ -137,10 +146,10 @@ class StoreOptions(TypedDict, total=False):
 
 
 METHOD = Option(
-    default=None, unset="as tuned, else 'auto'", flag=False, check=check_of("methods", "get_method")
+    default=None, unset="as tuned, else 'auto'", flag=False, check=partial(check_value, "method")
 )  # fmt: skip
 EVICTION = Option(
-    default=None, unset="the method's own", flag=False, check=check_of("eviction", "get_eviction")
+    default=None, unset="the method's own", flag=False, check=partial(check_value, "eviction")
 )  # fmt: skip
 
 
@@ -151,7 +160,7 @@ class CacheOptions(TypedDict, total=False):
         int | None,
         Option(
             default=None, unset="as tuned, else 4", flag=False,
-            check=check_of("cache.formats.quantise", "check_store_bits"),
+            check=partial(check_value, "store_bits"),
         ),
     ]  # fmt: skip
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
@@ -225,7 +234,7 @@ class OwnAnswerOptions(TypedDict, total=False):
         Mapping[str, Any] | None,
         Option(
             default=None, unset="any text", in_llms=False, flag=False,
-            check=check_of("model.sampling", "check_json_schema"),
+            check=partial(check_value, "json_schema"),
         ),
     ]  # fmt: skip
     """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with

@@ -25,8 +25,7 @@ TILE = 2**23
 class Seen:
     """The attention of one layer over the entries that it holds, in order of position.
 
-    During decoding the order may be any, as long as the newest entry is the last one. Rules do not
-    see the entries' values.
+    During decoding the order may be any, with the newest entry last.
 
     query: (H, R, D) after RoPE, of entries that have just been computed.
     slots: (R,) CPU, their places among the held entries; an entry sees those up to its own place.
@@ -211,8 +210,7 @@ class Chooser:
 class SparseEviction(Eviction):
     """A rule that drops nothing: each step attends to a few context tokens, of all heads the same.
 
-    Tokens outside the context are always attended to: the question, the conversation, the answer so
-    far. The context stays in memory in its stored bits.
+    Tokens outside the context are always attended to. The context stays in its stored bits.
 
     budget_tokens, budget_ratio: context tokens that a step attends to.
     """

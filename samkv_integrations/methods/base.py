@@ -50,7 +50,7 @@ NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 class SelectionInputs:
     """What was computed at ingest, for all chunks of a request; only what a part `needs`.
 
-    Blocks and tokens are numbered as in the layout. A key or query is un-rotated.
+    Keys and queries are un-rotated.
 
     block_means: (L, Nb, G, D) float32, mean key of each middle block; 0 for anchor blocks.
     local_query: (L, C, H, D) float32, mean query of each chunk's local tokens.
@@ -169,10 +169,7 @@ class Recompute(ABC):
         return 0
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        """An upper bound of the recomputed share of the context, mean over layers.
-
-        Only `auto` uses it, to compare a method with full prefill; at 1.0 full prefill wins.
-        """
+        """An upper bound of the recomputed share of the context, for ``whole_if_faster``."""
         return 1.0
 
     @abstractmethod
@@ -244,9 +241,7 @@ def overwrite(cached: Tensor, computed: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of answering from chunk caches.
-
-    An entry of `METHODS`, or a variant of one made with ``dataclasses.replace``.
+    """A method of answering from chunk caches; ``dataclasses.replace`` makes variants.
 
     positions: ``global`` (cached keys are rotated to their positions in the prompt) or ``local``
         (they stay where the chunk was computed, the papers' Reuse baseline).

@@ -90,10 +90,7 @@ SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def text_config(config: Any) -> Any:  # noqa: ANN401
-    """The part of a config that describes the text model.
-
-    Raises UnsupportedModel for a family that is not there.
-    """
+    """The part of a config that describes the text model; raises as `refuse_family`."""
     refuse_family(config.model_type)
     return config.get_text_config()
 
@@ -222,8 +219,8 @@ def head_dim_of(config: Any) -> int:  # noqa: ANN401
 def context_window_of(config: Any) -> int:  # noqa: ANN401
     """Most tokens of prompt and answer together.
 
-    With longrope those of its first range: other frequencies hold for longer prompts, so that no
-    cache would serve both (LongRoPE, arXiv 2402.13753, section 3.3).
+    With longrope those of its first range: other frequencies hold for longer prompts (LongRoPE,
+    arXiv 2402.13753, section 3.3).
     """
     first_ranges = [
         int(rope["original_max_position_embeddings"])

@@ -100,8 +100,7 @@ class EntryFormat:
 
         are_checked: whether to check the numbers, which waits for the device.
 
-        Raises InvalidChunk if a checked key or value is not finite, or too large for a float16
-        scale.
+        Raises InvalidChunk for a checked number that is not finite, or too large for a scale.
         """
         mixed, wide = keys.float(), values.float()
         if self.is_quantised:
@@ -159,8 +158,7 @@ class EntryFormat:
     ) -> Tensor:
         """(T, G, D) float32 keys of entries (T, E), rotated to the positions of cos and sin.
 
-        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster:
-        this is most of the work that a pass does for a context token.
+        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster.
 
         key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous; on a CPU a
             product that broadcasts (T, 1, D / 2) takes twice as long.
@@ -389,11 +387,7 @@ class Entries:
         )
 
     def with_computed(self, at: Tensor, keys: Tensor, values: Tensor) -> Entries:
-        """A copy with other rotated keys and values (k, G, D) at indices (k,).
-
-        They are quantised in groups of their own, because they may exceed the ranges of the groups
-        that they replace.
-        """
+        """A copy with other rotated keys and values (k, G, D) at indices (k,), in own groups."""
         if not len(at):
             return self
         tokens = at if self.tokens is None else self.tokens[at]
