@@ -7,10 +7,8 @@ which never fails: which store_bits to use, and when full prefill is faster.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean
 
 import torch
@@ -248,31 +246,17 @@ def _kl(full: Tensor, other: Tensor) -> float:
 
 
 def speed_advice(engine: Engine) -> Check:
-    """Measures costs, and tells up to which context full prefill is faster than reuse."""
-    model, costs = engine.model, engine.calibrate()
-    longest = min(model.context_window - QUESTION_TOKENS, LONGEST_TOKENS)
-    # the smallest context with which auto uses caches
-    smallest = 1 + bisect_left(
-        range(1, longest + 1),
-        True,
-        key=lambda n: not is_whole(METHODS["auto"], costs, _layout(n), _layout(n)),
-    )
-    if smallest > longest:
-        verdict = f"full prefill is faster up to contexts of {longest} tokens, which auto then does"
-    else:
-        verdict = f"auto does full prefill, which is faster, below contexts of {smallest} tokens"
+    """Measures costs, and tells from which context on `auto` uses caches, in whole chunks."""
+    costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
+    lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
+    verdict = "auto does full prefill, which is faster at any length"
+    for n_tokens in lengths:
+        chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
+        layout = Layout.of([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
+        if not is_whole(METHODS["auto"], costs, layout, layout):
+            verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
+            break
     kept = "not kept: give --dir for that"
     if isinstance(engine.store, ChunkStore):
         kept = f"kept in {engine.store.path}"
     return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")
-
-
-def _layout(n_context: int) -> Layout:
-    """A layout of chunks of `CHUNK_TOKENS`, the last one maybe shorter, and a question."""
-    lengths = [CHUNK_TOKENS] * (n_context // CHUNK_TOKENS)
-    lengths += [n_context % CHUNK_TOKENS] if n_context % CHUNK_TOKENS else []
-    ends = list(accumulate(lengths))
-    chunks = [
-        ChunkPart.whole(BlockScheme().of(n), end - n) for n, end in zip(lengths, ends, strict=True)
-    ]
-    return Layout.of([0] * (ends[-1] + QUESTION_TOKENS), chunks, ())
