@@ -54,7 +54,7 @@ class EntryFormat:
     half and channel d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in
     ``dtype``.
 
-    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or does not fill whole bytes.
+    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`. RoPE rotates pairs: D is even.
     """
 
     bits: int
@@ -64,11 +64,6 @@ class EntryFormat:
 
     def __post_init__(self) -> None:
         check_store_bits(self.bits)
-        if self.bits == 4 and self.head_dim % 2:
-            raise InvalidOption(
-                f"store_bits=4 with a head size of {self.head_dim} fills no whole bytes; "
-                "give store_bits=8 or 16"
-            )
 
     @cached_property
     def is_quantised(self) -> bool:
@@ -205,7 +200,7 @@ class EntryFormat:
     @cached_property
     def _mixed_channels(self) -> int:
         """Size of the Hadamard transform: the largest power of two that divides D / 2."""
-        half = 1 if self.head_dim % 2 else self.head_dim // 2
+        half = self.head_dim // 2
         return half & -half
 
     def _mix(self, channels: Tensor) -> Tensor:
