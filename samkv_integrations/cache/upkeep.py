@@ -21,8 +21,8 @@ Progress = Callable[[int, int], None]
 class GcResult:
     """What `gc` did.
 
-    recovered: how files and index differed. n_forgotten: texts that had lost their cache.
-    bytes_freed: on disk.
+    recovered: what was corrected where files and index differed. n_forgotten: number of deleted
+    texts, which had no cache any more. bytes_freed: on disk.
     """
 
     recovered: Recovered

@@ -47,11 +47,11 @@ class Family:
     may_turn_part: bool = False
 
     def embeddings(self, decoder: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401
-        """What enters the first layer, of what the embedding gives."""
+        """Input of the first layer, from the output ``hidden`` of the embedding."""
         return hidden * getattr(decoder, self.embedding_factor) if self.embedding_factor else hidden
 
     def logits(self, hf: Any, config: Any, scores: Tensor) -> Tensor:  # noqa: ANN401
-        """Logits, of what the head of the model ``hf`` gives."""
+        """Logits, from the output ``scores`` of the language-model head of ``hf``."""
         if self.logit_scale:
             scores = scores * getattr(hf, self.logit_scale)
         if self.logit_factor:

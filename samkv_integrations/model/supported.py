@@ -48,7 +48,7 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
 
 
 def refuse_adapters(hf: Any, name: str) -> None:  # noqa: ANN401
-    """Raise UnsupportedModel if an adapter sits on a layer: it can be switched, unseen by us."""
+    """Raise UnsupportedModel if an adapter is not merged, as it could be switched off unnoticed."""
     if any(hasattr(module, "base_layer") for module in hf.modules()):
         raise UnsupportedModel(
             f"{name!r} has an adapter that is not merged into its weights, and can be switched on "

@@ -43,9 +43,9 @@ class Run:
 class Occurrence:
     """One occurrence of a chunk in a prompt: its consecutive runs.
 
-    There are several where a template indents or quotes its lines. A chunk may occur twice.
+    It has several runs if a template indents or quotes the chunk's lines. A chunk may occur twice.
 
-    index: the number of the index that has the chunk. key: its name there. token_ids: of the whole
+    index: which of the indexes has the chunk. key: the chunk's key in it. token_ids: of the whole
     chunk.
     """
 
