@@ -357,9 +357,9 @@ class Store:
         return next((text for *_, text in self.index.texts(self.namespace, key)), None)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
-        """Finds the chunks of a fingerprint in prompts, by token ids.
+        """An index that finds the chunks of a fingerprint in prompts, by their token ids.
 
-        Chunks without a cache are found too, and count as misses. Methods of the result raise
+        It also finds known texts whose cache is gone; these count as misses. Its methods raise
         `StoreError` if the store cannot be used.
         """
         return IndexedChunks(self.index, self.namespace, fingerprint.digest)

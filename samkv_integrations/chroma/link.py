@@ -240,8 +240,8 @@ class ChromaLink:
             return self.release(keys)
         except StoreError as error:
             raise StoreError(
-                f"the records are gone or replaced, but not all of their caches ({error}); delete "
-                "these with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
+                f"the records were deleted or replaced, but some of their caches were not ({error})"
+                "; delete these with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
             ) from error
 
     def release(self, keys: Iterable[str]) -> int:

@@ -170,18 +170,19 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
-                f"{name} is loaded in this process, and workers load their own; give model_name"
+                f"{name} is an object of this process; workers load the model: give model_name"
             )
     if source.kv_dir is None:
         raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")
     if not pool.n_gpus and source.device_map not in (None, "auto", "cpu"):
         raise InvalidOption(
-            f"device {source.device_map!r} for workers without a GPU; say how many each has"
+            f"device {source.device_map!r}, but workers have no GPU; give --worker-gpus 1, "
+            "in Python WorkerPool(n_gpus=1)"
         )
     if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(torch.device("cpu")):
         raise InvalidOption(
-            "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
-            "bfloat16 or float32"
+            "dtype='auto' may choose another dtype on the workers' GPUs than on this machine; give "
+            "'bfloat16' or 'float32'"
         )
     return source.model_copy(
         update={

@@ -244,7 +244,7 @@ class ShownText:
         self._text = self.text = ""
 
     def push(self, delta: str) -> str:
-        """The text to show after ``delta``."""
+        """Take the next piece of the answer; returns the text that can be shown now."""
         self._text += delta
         text = self._text if self._use is None else self._use.shown(self._text)
         piece = text[len(self.text) :]

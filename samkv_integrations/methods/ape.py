@@ -33,9 +33,9 @@ class ApeAttention:
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
-            raise InvalidOption(f"temperature={self.temperature}; it must be above 0 and finite")
+            raise InvalidOption(f"temperature={self.temperature}; it must be finite and above 0")
         if not 0 <= self.scale < math.inf:
-            raise InvalidOption(f"scale={self.scale}; it must be 0 or more and finite")
+            raise InvalidOption(f"scale={self.scale}; it must be finite, and 0 or more")
 
     def __call__(
         self,

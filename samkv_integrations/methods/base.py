@@ -76,7 +76,8 @@ class SelectionInputs:
 class ProbedLayer:
     """One layer of a probe.
 
-    queries: (H, R, D), rotated, of the computed tokens in order. cos, sin: (R, D), their rotation.
+    queries: (H, R, D), after RoPE, of the R tokens that the probe computed. cos, sin: (R, D), RoPE
+    at the positions of these tokens.
     """
 
     queries: Tensor

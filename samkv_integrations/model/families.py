@@ -47,11 +47,11 @@ class Family:
     may_turn_part: bool = False
 
     def embeddings(self, decoder: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401
-        """What enters the first layer, of what the embedding gives."""
+        """Input of the first layer, from the output ``hidden`` of the embedding."""
         return hidden * getattr(decoder, self.embedding_factor) if self.embedding_factor else hidden
 
     def logits(self, hf: Any, config: Any, scores: Tensor) -> Tensor:  # noqa: ANN401
-        """Logits, of what the head of the model ``hf`` gives."""
+        """Logits, from the output ``scores`` of the language-model head of ``hf``."""
         if self.logit_scale:
             scores = scores * getattr(hf, self.logit_scale)
         if self.logit_factor:
@@ -201,7 +201,7 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
 
 
 def refuse_adapters(hf: Any, name: str) -> None:  # noqa: ANN401
-    """Raise UnsupportedModel if an adapter sits on a layer: it can be switched, unseen by us."""
+    """Raise UnsupportedModel if an adapter is not merged, as it could be switched off unnoticed."""
     if any(hasattr(module, "base_layer") for module in hf.modules()):
         raise UnsupportedModel(
             f"{name!r} has an adapter that is not merged into its weights, and can be switched on "

@@ -42,9 +42,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Occurrence:
-    """One occurrence of a chunk: its runs, several where a template indents or quotes its lines.
+    """One occurrence of a chunk in a prompt: its consecutive runs.
 
-    index: the number of the index that has the chunk. key: its name there. token_ids: of the whole
+    It has several runs if a template indents or quotes the chunk's lines. A chunk may occur twice.
+
+    index: which of the indexes has the chunk. key: the chunk's key in it. token_ids: of the whole
     chunk.
     """
 

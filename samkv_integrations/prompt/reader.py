@@ -56,7 +56,7 @@ class PromptChunk:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of its runs."""
+        """Number of its tokens that occur in the prompt."""
         return sum(map(len, self.runs))
 
     @property

@@ -169,7 +169,7 @@ class Writer(Protocol):
         """The body of a whole answer."""
 
     def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
-        """The data of the events of a stream."""
+        """The JSON data of each server-sent event of a streamed answer."""
 
 
 class Service:

@@ -212,18 +212,6 @@ def test_the_records_of_documents_that_are_all_emptied_go(town: Path, tiny: str)
     assert names == ["documents"]
 
 
-def test_a_namespace_of_its_own(town: Path) -> None:
-    """Each has its caches, and neither finds the other's."""
-    folder, name = str(town), ("--collection", "letters")
-    (row,) = rows_of("ingest", folder, *name, "--namespace", "tenant-8")
-    assert row["n_cached"] > 0
-    question = f"How many people work at {RECORDS[0].name}?"
-    asked = ("ask", question, *name, "--method", "reuse")
-    (answered,) = rows_of(*asked, "--namespace", "tenant-8")
-    assert answered["found"] > 0 and answered["chunk_misses"] == {}
-    assert "--namespace" in error_of("store", "sync", *name)
-
-
 # -- on Ray, as far as it needs none ------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from samkv_integrations.eviction import (
     StreamingLLM,
     get_eviction,
 )
-from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
+from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen
 from samkv_integrations.model.attention import attention
 from tests.support.asking import ask
 from tests.support.covering import covering
@@ -188,26 +188,6 @@ def test_what_a_rule_keeps(
     assert rule.budget_tokens is not None
     found = by_hand(*wanted).evicted(rule, rule.budget_tokens)
     assert found == [[after_prompt], [after_step or after_prompt | {12}]]
-
-
-def test_heads_that_share_get_the_union_and_then_the_next_best() -> None:
-    # both heads want entry 0 most; of those that come second entry 2 has the larger sum, of those
-    # that come third entry 5
-    scores = torch.tensor([[[9.0, 8, 1, 0, 2, 7.5], [9, 0, 8.5, 1, 7, 2]]])
-    for count, expected in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 5])):
-        assert best_of_heads(scores, count).tolist() == [expected]
-    assert best_of_heads(scores, 6).tolist() == [[0, 1, 2, 3, 4, 5]]
-
-
-def test_attention_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case.of(0, 30, 0, (4, 2), 0.6)
-    at = torch.tensor(case.computed)
-    seen = Seen(query=case.query[:, at], slots=at, keys=case.keys, scaling=0.3)
-    (whole,) = seen.weights(5)
-    monkeypatch.setattr("samkv_integrations.eviction.base.TILE", 4 * 30 * 3)
-    tiles = list(seen.weights(5))
-    assert len(tiles) > 2 and max(tile.shape[2] for tile in tiles) == 3
-    torch.testing.assert_close(torch.cat(tiles, dim=2), whole)
 
 
 def test_a_share_is_one_of_the_logical_prompt_and_never_too_small() -> None:

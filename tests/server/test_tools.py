@@ -9,13 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from langchain.agents import create_agent
-from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from openai import OpenAI
 from pydantic import BaseModel, Field
@@ -244,16 +240,6 @@ def test_langchain(langchain_llm: ChatOpenAI) -> None:
     assert isinstance(structured.invoke(QUESTION), Town)
 
 
-@pytest.mark.parametrize("more", [{}, {"use_responses_api": True}])
-def test_an_agent_of_langchain(url: str, more: dict[str, Any]) -> None:
-    llm = ChatOpenAI(model="tiny", base_url=url, api_key="unused", max_retries=0, **more)
-    agent = create_agent(llm, [tool(find_record)])
-    with dictated(JSON, "On the Tume."):
-        messages = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
-    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
-    assert messages[-1].text == "On the Tume."
-
-
 def llama_index_llm(url: str, **more: Any) -> OpenAILike:
     return OpenAILike(
         model="tiny", api_base=url, api_key="unused", is_chat_model=True, max_retries=0,
@@ -268,11 +254,3 @@ def test_objects_of_llama_index(url: str) -> None:
     with dictated('{"name": "Denbury"}'):
         found = as_it_is.structured_predict(Town, PromptTemplate("Where?"))
     assert found == Town(name="Denbury")
-
-
-async def test_an_agent_of_llama_index(url: str) -> None:
-    llm = llama_index_llm(url, is_function_calling_model=True)
-    agent = FunctionAgent(tools=[FunctionTool.from_defaults(find_record)], llm=llm)
-    with dictated(JSON, "On the Tume."):
-        result = await agent.run(QUESTION)
-    assert str(result) == "On the Tume."

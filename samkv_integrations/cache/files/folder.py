@@ -45,7 +45,7 @@ _OWN_NAME = re.compile(
 
 
 def folder_named(what: str, path: object) -> Path:
-    """The path of a folder. Raises InvalidOption for what is no path. what: name of the option."""
+    """``path`` as a Path. what: the option's name. Raises InvalidOption if it is no valid path."""
     try:
         found = Path(path)  # type: ignore[arg-type]
         is_path = b"\0" not in os.fsencode(found)

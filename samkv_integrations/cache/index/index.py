@@ -472,7 +472,7 @@ class Index(Database):
     # -- the remote tier --------------------------------------------------------------------------
 
     def shared(self, namespace: str) -> set[Place]:
-        """Chunks that were in the remote tier when this machine looked last."""
+        """Chunks that were in the remote tier when this machine last listed it."""
         sql = "SELECT digest, key FROM chunks WHERE namespace = ? AND is_shared"
         return set(self.rows(sql, namespace))
 

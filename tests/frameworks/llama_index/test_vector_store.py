@@ -175,11 +175,6 @@ class TestQuery:
         page = MetadataFilters(filters=[_equal("page", 2)])
         assert store.query(VectorStoreQuery(filters=page)).ids == ["b"]
 
-    def test_embedding_of_another_size(self, store: SamKVChromaVectorStore) -> None:
-        store.add([node("a", TEXTS[0])])
-        with pytest.raises(InvalidOption, match="'town' refused the query.*dimension of 4, got 1"):
-            store.query(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1))
-
 
 def documents(**changes: str) -> list[Document]:
     """Two documents of one chunk each, which share none, and one of two."""
