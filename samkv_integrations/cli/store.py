@@ -11,7 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, progress_bar, store_in
+from samkv_integrations.cli.loading import Index, store_in
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.formatting import Row, count, size
 
@@ -142,8 +142,7 @@ def verify(
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
-    with progress_bar("verifying") as show:
-        found = verify_caches(store_in(folder), repair=repair, progress=show)
+    found = verify_caches(store_in(folder), repair=repair, progress=True)
     n_damaged = len(found.damaged)
     row = {"n_chunks": found.n_chunks, "n_bytes": found.n_bytes, "n_damaged": n_damaged,
            "n_repaired": found.n_repaired}  # fmt: skip
@@ -210,8 +209,7 @@ def push(
     from samkv_integrations.cache.upkeep import push as push_caches
 
     store = _shared(folder, namespace, remote, is_new=False)
-    with progress_bar("pushing") as show:
-        done = push_caches(store, progress=show)
+    done = push_caches(store, progress=True)
     _show("push", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
@@ -229,8 +227,7 @@ def pull(
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
     store = _shared(folder, namespace, remote)
-    with progress_bar("pulling") as show:
-        done = pull_caches(store, max_bytes=limit, progress=show)
+    done = pull_caches(store, max_bytes=limit, progress=True)
     _show("pull", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
 
 
