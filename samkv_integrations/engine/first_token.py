@@ -214,7 +214,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
     is_global = method.positions == "global"
     cached_at = layout.context_positions if is_global else layout.prefilled_positions
     cached_rotation = model.rotation(cached_at)
-    with Context(layout, choice.opened, choice.fingerprint, cached_rotation) as context:
+    with Context(
+        layout, choice.opened, choice.fingerprint, cached_rotation, request.chunks.hot
+    ) as context:
         blend = Blend(
             model=model, layout=layout, context=context, update=method.update,
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=method.attend,
