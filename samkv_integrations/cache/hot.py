@@ -62,6 +62,11 @@ class HotChunks:
         self._lock = threading.Lock()
         HotChunks._all.add(self)
 
+    @property
+    def n_bytes(self) -> int:
+        """Of the caches that are held, wherever they are."""
+        return sum(cache.n_bytes for _, cache in [*self._held.values()])
+
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
@@ -78,11 +83,12 @@ class HotChunks:
             return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
         with self._lock:
             if self._held.get(place) is found:  # else it was cleared, and goes with this question
-                if self._device is not None and cache.entries.device != self._device:
-                    cache = replace(
-                        cache, entries=cache.entries.to(self._device, non_blocking=True),
-                        key_range=cache.key_range.to(self._device, non_blocking=True),
-                    )  # fmt: skip
+                if self._device is not None:
+                    with suppress(torch.OutOfMemoryError):  # then each layer is copied for itself
+                        cache = replace(
+                            cache, entries=cache.entries.to(self._device, non_blocking=True),
+                            key_range=cache.key_range.to(self._device, non_blocking=True),
+                        )  # fmt: skip
                 self._hold(place, file, cache)
         return HotChunk(cache, fingerprint)
 
@@ -152,6 +158,6 @@ class HotChunks:
 
 def _pinned(on_device: Tensor) -> Tensor:
     """A copy in pinned memory, which the host does not wait for."""
-    return torch.empty_like(on_device, device="cpu", pin_memory=True).copy_(
-        on_device, non_blocking=True
-    )
+    copy = torch.empty_like(on_device, device="cpu", pin_memory=True)
+    copy.copy_(on_device, non_blocking=True)
+    return copy
