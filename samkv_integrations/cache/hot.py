@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +19,8 @@ from samkv_integrations.cache.index.index import Place
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
+
+_HOST = torch.device("cpu")
 
 
 class HotChunk(MemoryChunk):
@@ -54,8 +56,9 @@ class HotChunks:
         self, store: Store, max_bytes: int = 0, devices: Collection[torch.device] = ()
     ) -> None:
         self.max_bytes, self._store = max_bytes, store
-        self._is_pinned = any(device.type == "cuda" for device in devices)
-        self._device = next(iter(devices)) if self._is_pinned and len(set(devices)) == 1 else None
+        on_gpu = {device for device in devices if device.type == "cuda"}
+        self._is_pinned = bool(on_gpu) and torch.cuda.is_available()
+        self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
         # the most recently used one last; the file, which is closed, tells whether it is current
         self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache]] = OrderedDict()
         self._seen_deletion: int | None = None
@@ -81,23 +84,19 @@ class HotChunks:
         file, cache = found
         if token_ids is not None and cache.token_ids.tolist() != list(token_ids):
             return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
-        with self._lock:
+        with self._lock, suppress(RuntimeError):  # no memory is left: it stays where it is
             if self._held.get(place) is found:  # else it was cleared, and goes with this question
-                if self._device is not None:
-                    with suppress(torch.OutOfMemoryError):  # then each layer is copied for itself
-                        cache = replace(
-                            cache, entries=cache.entries.to(self._device, non_blocking=True),
-                            key_range=cache.key_range.to(self._device, non_blocking=True),
-                        )  # fmt: skip
+                cache = cache if self._gpu is None else self._on(self._gpu, cache)
                 self._hold(place, file, cache)
         return HotChunk(cache, fingerprint)
 
     def room_for(self, stored: StoredChunk) -> Tensor | None:
-        """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it shall not."""
+        """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""
         if not isinstance(stored, ChunkFile) or stored.layout.size > self.max_bytes:
             return None
-        shape = stored.layout.tensors["entries"].shape
-        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
+        with suppress(RuntimeError):  # no memory is left
+            return self._empty(stored.layout.tensors["entries"].shape, torch.uint8)
+        return None
 
     def keep(self, stored: StoredChunk, entries: Tensor) -> None:
         """Hold a chunk of which all entries were read, and verified, into a tensor of `room_for`.
@@ -105,7 +104,8 @@ class HotChunks:
         A chunk whose file was deleted or changed meanwhile is not held.
         """
         assert isinstance(stored, ChunkFile)
-        with suppress(CacheMiss):  # what this question does not need may be damaged
+        # what this question does not need may be damaged, and memory may be short
+        with suppress(CacheMiss, RuntimeError):
             cache = stored.chunk(entries)
             with self._lock:
                 if stored.is_current():
@@ -115,21 +115,31 @@ class HotChunks:
         """Hold a cache as the most recently used one, and make room for it."""
         self._held[place] = file, cache
         self._held.move_to_end(place)
-        n_bytes = Counter[str]()  # on the device, and on the host
+        free = {"cpu": self.max_bytes, "cuda": self.max_bytes}
         for place, (file, cache) in reversed([*self._held.items()]):
-            where = cache.entries.device.type
-            if where != "cpu" and n_bytes[where] + cache.n_bytes > self.max_bytes:
-                where, cache = (
-                    "cpu",
-                    replace(
-                        cache, entries=_pinned(cache.entries), key_range=_pinned(cache.key_range)
-                    ),
-                )
-                self._held[place] = file, cache
-            n_bytes[where] += cache.n_bytes
-            if n_bytes[where] > self.max_bytes:
-                n_bytes[where] -= cache.n_bytes
+            was = where = cache.entries.device.type
+            if free[where] < cache.n_bytes:
+                where = "cpu"
+            if free[where] < cache.n_bytes:
                 del self._held[place]
+                continue
+            free[where] -= cache.n_bytes
+            if where != was:
+                self._held[place] = file, self._on(_HOST, cache)
+
+    def _on(self, device: torch.device, cache: ChunkCache) -> ChunkCache:
+        """A cache on a device. The host waits for no copy, and does not read it."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if device != _HOST:
+                return tensor.to(device, non_blocking=True)
+            return self._empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
+        return replace(cache, entries=moved(cache.entries), key_range=moved(cache.key_range))
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor on the host."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned)
 
     def follow(self, deletion: int) -> None:
         """`sweep` if something was deleted since the last call. deletion: `Index.deletions`."""
@@ -154,10 +164,3 @@ class HotChunks:
         """Free the caches of all engines of this process."""
         for each in [*cls._all]:
             each.clear()
-
-
-def _pinned(on_device: Tensor) -> Tensor:
-    """A copy in pinned memory, which the host does not wait for."""
-    copy = torch.empty_like(on_device, device="cpu", pin_memory=True)
-    copy.copy_(on_device, non_blocking=True)
-    return copy

@@ -175,8 +175,8 @@ class Context:
         self._loaded |= missing
         self._codes, self._key_range = [None] * self.n_layers, {}
         for chunk, places in whole.items():
-            kept = self._hot.room_for(chunk)
             if all(device.type == "cpu" for device in self._devices):
+                kept = self._hot.room_for(chunk)
                 self._read_whole(chunk, places, 0, self._read, kept)
                 if kept is not None:
                     self._hot.keep(chunk, kept)
@@ -184,15 +184,16 @@ class Context:
             parts: list[Future[None]] = [Future() for _ in range(0, self.n_layers, LAYERS_TOGETHER)]
             self._coming.append(parts)
             read = list(self._read)  # `release` may drop a layer that needs no entries before
-            work = readers(os.getpid()).submit(self._read_parts, chunk, places, read, parts, kept)
+            work = readers(os.getpid()).submit(self._read_parts, chunk, places, read, parts)
             self._work.append(work)
 
     def _read_parts(
         self, chunk: StoredChunk, places: Sequence[int], read: Sequence[Tensor],
-        parts: Sequence[Future[None]], kept: Tensor | None,
+        parts: Sequence[Future[None]],
     ) -> None:  # fmt: skip
         """Read some layers after the others; the future of each part is set when it is done."""
         try:
+            kept = self._hot.room_for(chunk)
             for at, part in enumerate(parts):
                 if self._is_left:
                     return
