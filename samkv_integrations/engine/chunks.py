@@ -7,6 +7,7 @@ follows changes of the model, and all processes that share a store agree on its 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,10 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
 from samkv_integrations.cache.formats.quantise import EntryFormat
+from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.engine.prefill import Before, batches, entries_before, prefill
@@ -34,8 +37,10 @@ from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
     InvalidChunk,
+    InvalidOption,
     StoreError,
 )
+from samkv_integrations.model.loading import available_bytes
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
@@ -102,7 +107,7 @@ class ReleasedCaches:
             if n_cleared != self.n_cleared:
                 return False
             held = [*self._caches.values(), cache]
-            if sum(each.entries.nbytes + each.key_range.nbytes for each in held) > RELEASED_BYTES:
+            if sum(each.n_bytes for each in held) > RELEASED_BYTES:
                 return False
             self._caches[cache.key] = cache
             if self._timer is None:
@@ -126,6 +131,24 @@ class ReleasedCaches:
             timer.cancel()
 
 
+def hot_budget(model: Model, hot_bytes: int | None) -> int:
+    """The bytes of memory that an engine's option ``hot_bytes`` stands for.
+
+    Raises InvalidOption for more than the device has.
+    """
+    most = available_bytes() or sys.maxsize
+    default = 0
+    if model.device.type == "cuda":
+        free, most = torch.cuda.mem_get_info(model.device)
+        default = free // 10
+    if hot_bytes is not None and hot_bytes > most:
+        raise InvalidOption(
+            f"hot_bytes={hot_bytes}, and {model.device} has {most} bytes; give less, or None for "
+            "the default"
+        )
+    return default if hot_bytes is None else hot_bytes
+
+
 class Chunks:
     """The chunks of one model in one store. Thread-safe.
 
@@ -134,11 +157,12 @@ class Chunks:
         scheme: the blocks of chunks. None takes the block size of the caches that the store holds
             for this model, else one that suits the lengths of the first chunks.
         store_bits: bits of each number in a chunk cache.
+        hot_bytes: see `hot_budget`.
         run: `Scheduler.run`, which runs a function in the model's thread.
         on_change: called when the model has changed.
 
-    has_own_scheme: whether ``scheme`` was given. outage: logs failures of the store that a prompt
-    survives.
+    has_own_scheme: whether ``scheme`` was given. hot: verified caches in memory. outage: logs
+    failures of the store that a prompt survives.
 
     Raises InvalidOption if the model's entries cannot be stored in ``store_bits`` bits.
     """
@@ -151,6 +175,7 @@ class Chunks:
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
+        hot_bytes: int | None,
         run: Callable[[Callable[[], Any]], Any],
         on_change: Callable[[], None],
     ) -> None:
@@ -159,6 +184,8 @@ class Chunks:
         )  # raises
         self.model, self.prefix = model, prefix
         self.store, self._store_bits, self._scheme = store, store_bits, scheme
+        max_bytes = hot_budget(model, hot_bytes) if isinstance(store, ChunkStore) else 0
+        self.hot = HotChunks(store, max_bytes, model.layer_devices)
         self._run, self._on_change = run, on_change
         self.has_own_scheme = scheme is not None
         self.outage = Outage()
@@ -211,6 +238,7 @@ class Chunks:
             if has_changed:
                 self._generation, self._agreed, self._stable_layers = generation, None, None
         if has_changed:
+            self.hot.clear()
             self._on_change()
         return self.fingerprint
 
@@ -447,10 +475,12 @@ class Chunks:
 
         A question reads it before it begins, and gives it as ``since`` when it stores a cache: it
         must not bring back a chunk that was deleted meanwhile. Without an answer from the store it
-        is -1, and nothing is stored.
+        is -1, and nothing is stored. Memory of what others have deleted is freed, too.
         """
         with suppress(StoreError):
-            return self.store.index.deletions(self.store.namespace)
+            found = self.store.index.deletions(self.store.namespace)
+            self.hot.follow(found)
+            return found
         return -1
 
     def keep(self, since: int | None, cache: ChunkCache) -> None:
@@ -508,6 +538,7 @@ class Chunks:
         try:
             return self.store.delete(*keys)
         finally:
+            self.hot.sweep()
             if is_final:
                 self._released.clear()
 
@@ -523,6 +554,7 @@ class Chunks:
         try:
             return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
         finally:
+            self.hot.sweep()
             self._released.clear()
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:

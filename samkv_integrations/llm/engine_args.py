@@ -67,7 +67,7 @@ def engine_of(source: ModelSource) -> Engine:
     namespace, folder = source.namespace or "", source.kv_dir
     store: MemoryStore | ChunkStore
     if folder is None:
-        _require_no("max_bytes", "kv_remote", "exact_beginnings", of=source)
+        _require_no("max_bytes", "kv_remote", "exact_beginnings", "hot_bytes", of=source)
         store = MemoryStore(namespace=namespace)
     elif not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
@@ -132,7 +132,7 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
 def _require_no(*names: str, of: ModelSource) -> None:
     """Raises InvalidOption if one of these is given, for chunk caches that are kept in memory."""
     for name in names:
-        if (value := getattr(of, name)) is not None and value is not False:
+        if value := getattr(of, name):
             raise InvalidOption(
                 f"{name}={value!r} is for chunk caches in a folder, and these are kept in memory; "
                 "give kv_dir as well"

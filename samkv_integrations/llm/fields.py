@@ -160,6 +160,7 @@ if TYPE_CHECKING:
         max_bytes: int | str | None = None
         store_bits: int | None = None
         exact_beginnings: bool | None = None
+        hot_bytes: int | None = None
 
     class AnswerFields(BaseModel):
         """Options of every answer of an LLM."""

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from samkv_integrations.chroma.client import Database
+from samkv_integrations.engine.chunks import hot_budget
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.errors import InvalidOption
@@ -78,9 +79,11 @@ class ServerSource:
             load_model(self.model, device=self.device, dtype=self.dtype, weights=self.weights),
             self.limits,
         )
-        tenancy = Tenancy(
-            scheduler, self.folder, self.remote, database=self.database(), **self.options
+        options = self.options.copy()  # equal parts of memory, as `samkv serve` makes of prefixes
+        options["hot_bytes"] = hot_budget(scheduler.model, options.get("hot_bytes")) // len(
+            {tenant.namespace for tenant in self.keys.tenants}
         )
+        tenancy = Tenancy(scheduler, self.folder, self.remote, database=self.database(), **options)
         for tenant in self.keys.tenants:
             tenancy.engine(tenant).chunks.warn_if_none_fits()
         return tenancy

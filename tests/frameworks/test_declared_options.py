@@ -53,7 +53,7 @@ class TestAllThatThereAre:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
         flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
-        assert flags == {"exact_beginnings"} <= known
+        assert flags == {"exact_beginnings", "hot_bytes"} <= known
 
     def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
         for group in ("ModelOptions", "StoreOptions", "EngineOptions", "OwnAnswerOptions"):
