@@ -144,6 +144,20 @@ def test_a_body_over_the_limit_gets_its_answer(is_chunked: bool, app: App) -> No
         client.close()
 
 
+@pytest.mark.parametrize(("name", "status"), [("localhost", 413), ("evil.example", 403)])
+def test_an_answer_before_the_body_was_read_precedes_the_end_of_the_connection(
+    name: str, status: int, app: App
+) -> None:
+    """It was lost: a connection that is closed with bytes unread is reset."""
+    with answering(app.asgi, app.keys) as address:
+        host, port = address.removeprefix("http://").split(":")
+        client = http.client.HTTPConnection(host, int(port), timeout=30)
+        headers = {"connection": "close", "host": name}
+        client.request("POST", TEXT, b" " * 20_000_000, headers)
+        assert client.getresponse().status == status
+        client.close()
+
+
 def test_a_request_of_two_lengths_ends_its_connection(app: App) -> None:
     chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(SMALL), SMALL)
     lengths = b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
