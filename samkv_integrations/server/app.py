@@ -74,7 +74,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
         elif isinstance(error, HTTPException) and not isinstance(error, Failure):
             failure = _of_framework(request, error)
         else:
-            failure = Failure.of(error)
+            failure = service.failure(error)
         request.state.failure = failure
         return failure.response
 
