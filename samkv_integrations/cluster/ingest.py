@@ -9,16 +9,17 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.cluster.workers import WorkerPool, reason_in
+from samkv_integrations.engine.chunks import progress_bar
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import batches
 from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption
@@ -112,8 +113,8 @@ def cache_on_ray(
         n_told = n_complete
 
     sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
-    n_missed = n_cached = sum(len(group) for _, group in work)
-    with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
+    n_cached = sum(len(group) for _, group in work)
+    with progress_bar(chain.from_iterable(group for _, group in work), is_shown=progress) as bar:
         texts_of = [[ref.text for ref in group] for _, group in work]
         results = _by_workers(pool, (sent, engine.key_of(PROBE), pool.n_cpus), texts_of)
         for (page, group), result in zip(work, results, strict=True):
@@ -121,7 +122,7 @@ def cache_on_ray(
             for at, why in pickle.loads(result["failed"]).items():
                 n_cached -= 1
                 failed |= dict.fromkeys(places_of[group[at].key], why)
-            bar.update(len(group))
+            bar.update(sum(len(ref.token_ids) for ref in group))
     tell(len(pages))
     n_records = len(refs) - len(failed)
     return ClusterIngest(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +21,10 @@ from tests.support.records import RECORDS
 
 
 def test_ingest_prefills_once(town: Path) -> None:
-    shown = ran("ingest", str(town))
+    result = run("ingest", str(town))
+    shown, bar = result.stdout, result.stderr
     assert "6 files, 6 chunks" in shown and "6 prefilled by builtin, 0 already cached" in shown
+    assert re.search(r"caching chunks: 100%.* (\d+)/\1 .* tokens/s", bar)
     assert "0 prefilled by builtin, 6 already cached" in ran("ingest", str(town))
     (row,) = rows_of("ingest", str(town))
     assert (row["files"], row["n_records"], row["n_cached"], row["n_hit"]) == (6, 6, 0, 6)
