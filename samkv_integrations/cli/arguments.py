@@ -48,8 +48,7 @@ REMOVED = {
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
     "--seed": "answers are greedy, and questions come in the order of their file",
-    "--min-replicas": "the number of replicas is fixed; give --replicas",
-    "--max-replicas": "the number of replicas is fixed; give --replicas",
+    "serve --ray": "start several servers behind a load balancer, on one --dir or --remote",
     "--route": "put a proxy that hashes 'x-session-id' before several servers",
 }
 """Removed command or option, of one command or of any -> what takes its place."""
@@ -212,10 +211,6 @@ EvictionBudget = Annotated[
 MaxNewTokens = Annotated[
     int, _option("Most tokens of the answer.", "--max-new-tokens", "--max-tokens", min=1)
 ]
-RayAddress = Annotated[
-    str | None,
-    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine only.", hidden=True),
-]
 
 # -- of ingest and remove ------------------------------------------------------------------------
 Paths = Annotated[
@@ -234,6 +229,10 @@ IngestBudget = Annotated[
 ChunkSize = Annotated[int, _option("Most tokens of a chunk.")]
 OnRay = Annotated[
     bool, _option("Use several workers on Ray, each of which loads the model.", "--ray")
+]
+RayAddress = Annotated[
+    str | None,
+    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine only.", hidden=True),
 ]
 Workers = Annotated[int | None, _option("Workers on Ray. [default: 2]", min=1)]
 WorkerCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
@@ -301,12 +300,6 @@ EndGrace = Annotated[
     int, _option("Seconds for running answers at shutdown.", "--grace", min=0, hidden=True)
 ]
 LogPrompts = Annotated[bool, _option("Log prompts.", "--log-prompts", hidden=True)]
-ServedOnRay = Annotated[
-    bool, _option("Use several replicas on Ray, each of which loads the model.", "--ray")
-]
-Replicas = Annotated[int | None, _option("Number of replicas. [default: 2]", min=1, hidden=True)]
-ReplicaCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
-ReplicaGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
 
 # -- of doctor and quickstart -------------------------------------------------------------------
 CostFolder = Annotated[

@@ -20,7 +20,6 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
     Index,
     Ingested,
-    ray_pool,
     remembered,
     removed_if_unused,
     require_own_records,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
+    from samkv_integrations.cluster.workers import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -101,7 +101,7 @@ def ingest(
     from samkv_integrations.embedding import HashingEmbedding
 
     check_name(collection)
-    pool = ray_pool(on_ray, "worker", ray_address, workers, worker_cpus, worker_gpus)
+    pool = _pool(on_ray, ray_address, workers, worker_cpus, worker_gpus)
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     place = (index.namespace, collection)
@@ -180,6 +180,29 @@ def ingest(
         tables.console().print("\n".join(lines), soft_wrap=True)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
+
+
+def _pool(
+    on_ray: bool, address: str | None, workers: int | None, cpus: int | None, gpus: float | None
+) -> WorkerPool | None:
+    """The workers on Ray; None without ``--ray``.
+
+    Raises:
+        InvalidOption: an option has no effect without ``--ray``, or a wrong value.
+        MissingExtra: Ray is not installed.
+    """
+    from samkv_integrations.cluster.workers import WorkerPool, require_ray
+
+    if on_ray:
+        require_ray()
+        return WorkerPool(
+            n_workers=workers or 2, n_cpus=cpus or 1, n_gpus=gpus or 0.0, address=address
+        )
+    given = {"ray-address": address, "workers": workers, "worker-cpus": cpus, "worker-gpus": gpus}
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidOption(f"--{option} {value} has no effect without --ray; give --ray too")
+    return None
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.store import Store
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster.workers import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.eviction import Eviction
     from samkv_integrations.methods import Method
@@ -331,28 +330,3 @@ def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield show
-
-
-def ray_pool(
-    on_ray: bool, kind: str, address: str | None, number: int | None, n_cpus: int | None,
-    n_gpus: float | None,
-) -> WorkerPool | None:  # fmt: skip
-    """The processes on Ray; None without ``--ray``. kind: what the options call one.
-
-    Raises:
-        InvalidOption: an option has no effect without ``--ray``, or a wrong value.
-        MissingExtra: Ray is not installed.
-    """
-    from samkv_integrations.cluster.workers import WorkerPool, require_ray
-
-    if on_ray:
-        require_ray()
-        return WorkerPool(
-            n_workers=number or 2, n_cpus=n_cpus or 1, n_gpus=n_gpus or 0.0, address=address
-        )
-    given = {"--ray-address": address, f"--{kind}s": number, f"--{kind}-cpus": n_cpus,
-             f"--{kind}-gpus": n_gpus}  # fmt: skip
-    for option, value in given.items():
-        if value is not None:
-            raise InvalidOption(f"{option} {value} has no effect without --ray; give --ray too")
-    return None

@@ -1,4 +1,4 @@
-"""Ingest and serving by several processes and machines, with Ray."""
+"""Ingest by several processes and machines, with Ray."""
 
 from samkv_integrations.cluster.ingest import ClusterIngest, add_on_ray, cache_on_ray
 from samkv_integrations.cluster.workers import WorkerPool
