@@ -116,7 +116,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         device_map: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         pipeline_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,  # noqa: ANN401  (of the class, which refuses what it does not know)
+        **kwargs: Any,
     ) -> Self:
         """From the arguments of ``HuggingFacePipeline.from_model_id``.
 
@@ -184,7 +184,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
             **always,
         }
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         always = [self.stop] if isinstance(self.stop, str) else self.stop
         params = super()._get_ls_params(stop=stop or always, **kwargs)
         params["ls_provider"] = PROVIDER

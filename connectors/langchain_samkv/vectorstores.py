@@ -22,7 +22,7 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import off_loop
+from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.llm.engine_args import EngineRef
 
@@ -162,7 +162,7 @@ class SamKVChroma(Chroma):
         metadatas: list[dict[str, Any]] | None = None,
         ids: list[str] | None = None,
         collection_name: str = DEFAULT_NAME,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> SamKVChroma:
         """A store with these texts in it, beside what the collection holds.
 
@@ -179,7 +179,7 @@ class SamKVChroma(Chroma):
         embedding: Embeddings | None = None,
         ids: list[str] | None = None,
         collection_name: str = DEFAULT_NAME,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> SamKVChroma:
         """A store with these documents in it, beside what the collection holds.
 
@@ -255,7 +255,7 @@ class SamKVChroma(Chroma):
         lambda_mult: float = 0.5,
         filter: Where | None = None,
         where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> list[Document]:
         """Documents that are near to ``query`` and differ from each other; see `Chroma`."""
         if self._embedding_function is None:
@@ -295,16 +295,7 @@ class SamKVChroma(Chroma):
         self._add(names, bodies, known + [{}] * (len(bodies) - len(known)))
         return names
 
-    async def aadd_texts(  # type: ignore[override]
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        ids: Sequence[str | None] | None = None,
-        *,
-        batch_size: int | None = None,
-    ) -> list[str]:
-        """Like `add_texts`, off the event loop."""
-        return await off_loop(self.add_texts, texts, metadatas, ids, batch_size=batch_size)
+    aadd_texts = twin(add_texts)
 
     def _add(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]

@@ -111,7 +111,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         flags.setdefault(each.name, each)
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:  # noqa: ANN401
+    def run(**given: Any) -> None:
         own = {name: given[name] for name in parameters if name in given}
         filled = {
             name: group(**{each.name: given[each.name] for each in of_groups[name]})

@@ -172,10 +172,6 @@ class CacheOptions(TypedDict, total=False):
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
 
 
-class SourceOptions(ModelOptions, StoreOptions, CacheOptions, total=False):
-    """What chunk caches are made with."""
-
-
 class OwnEngineOptions(TypedDict, total=False):
     """Options of an `Engine` beside its model, its store, and what its caches hold."""
 

@@ -98,7 +98,7 @@ def router(service: Service) -> APIRouter:
     places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
     n_waiting = Counter[str]()
 
-    async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:  # noqa: ANN401
+    async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:
         """The result of ``work`` in a thread, which ends even if the client disconnects."""
         owner = OWNER.get()
         if places[owner].locked() and n_waiting[owner] >= MOST_WAITING:

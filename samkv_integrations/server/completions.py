@@ -212,7 +212,7 @@ class _ResponseWriter:
         at = place | {"item_id": self._item, "content_index": 0}
         number = 0
 
-        def event(name: str, /, **data: Any) -> dict[str, Any]:  # noqa: ANN401
+        def event(name: str, /, **data: Any) -> dict[str, Any]:
             nonlocal number
             number += 1
             return {"type": f"response.{name}", "sequence_number": number - 1, **data}

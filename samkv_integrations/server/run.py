@@ -86,7 +86,7 @@ class _Connection(h11.Connection):
 
 
 class _Protocol(H11Protocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _Connection(h11.SERVER, MAX_HEADER_BYTES)
 

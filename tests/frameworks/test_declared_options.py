@@ -12,11 +12,11 @@ import pytest
 import typer
 
 from langchain_samkv import ChatSamKV, SamKV
-from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.engine import options
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm import fields
 from samkv_integrations.option import declared
 
@@ -85,14 +85,6 @@ def test_a_saved_llm_goes_on_with_an_engine_that_has_none(tmp_path: Path) -> Non
     saved = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv").to_dict()
     engine = Engine.from_pretrained("builtin", ChunkStore(tmp_path / "kv"), exact_beginnings=False)
     assert SamKVLLM.from_dict(saved, engine=engine).engine is engine
-
-
-def test_defaults_that_a_wrapper_passes_along_are_none(tmp_path: Path) -> None:
-    engine = Engine.from_pretrained("builtin", ChunkStore(tmp_path / "kv"))
-    made = SamKVCacheTransform(engine=engine, device_map="auto", dtype="auto", kv_dir=None)
-    assert made.store_id == SamKVCacheTransform(engine=engine).store_id
-    with pytest.raises(UnknownOption, match="egine.*engine"):
-        SamKVCacheTransform(egine=engine)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("kind", LLMS)
