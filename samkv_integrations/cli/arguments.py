@@ -36,6 +36,7 @@ REMOVED = {
     "ask --questions": "run 'samkv tune --questions FILE', which counts right answers",
     "doctor --questions": "run 'samkv tune --questions FILE', which counts right answers",
     "quickstart --questions": "put questions.jsonl into the folder that --documents names",
+    "methods --markdown": "docs/methods.md has the table",
     "pull --collection": "it fetches the caches of the whole namespace",
     "sync --no-build": "call ChromaLink.sync(build_missing=False)",
     "sync --no-prune": "call ChromaLink.sync(prune=False)",
@@ -226,7 +227,7 @@ RemovedPaths = Annotated[
 IngestBudget = Annotated[
     str | None, _option("Most bytes of all caches on disk from now on: 20GB.", "--max-bytes")
 ]
-ChunkSize = Annotated[int, _option("Most tokens of a chunk.")]
+ChunkSize = Annotated[int, _option("Most tokens of a chunk.", min=1)]
 OnRay = Annotated[
     bool, _option("Use several workers on Ray, each of which loads the model.", "--ray")
 ]
@@ -260,7 +261,6 @@ BudgetNamespace = Annotated[str | None, _option("Limit this namespace only.", "-
 PullBytes = Annotated[str | None, _option("Most bytes to fetch, such as 4GB.", "--bytes")]
 
 # -- of ask, inspect and methods ----------------------------------------------------------------
-AsMarkdown = Annotated[bool, _option("Write the table of docs/methods.md.")]
 QuestionText = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
 HtmlPage = Annotated[Path | None, _option("Also write a web page to this file.", "--html")]
 ShownLayer = Annotated[

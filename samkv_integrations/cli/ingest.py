@@ -20,10 +20,8 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
     Index,
     Ingested,
-    remembered,
-    removed_if_unused,
+    remember,
     require_own_records,
-    require_same,
     store_in,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
@@ -106,40 +104,35 @@ def ingest(
     found = find_documents(paths, leave_out=folder)
     place = (index.namespace, collection)
     before = index.as_ingested([place])
-    require_same(folder, database, place, before, index.dtype, found.files)
     model = before.model
     # where workers compute, this process only reads texts
     here = index if pool is None else replace(index, device="cpu")
-    with removed_if_unused(folder):
-        engine = here.engine(before, max_bytes)
-        read = read_chunks(found.files, engine.model, chunk_size)
-        if not read.texts:
-            with suppress(InvalidOption, UnknownOption):  # a new collection is not made
-                _delete_outdated(ChromaLink(database.collection(collection), engine), read)
-            why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
-            n_files = count(len(found.files), "document")
-            raise EmptyInput(f"no text in {n_files}{why}; give some with text")
-        link = ChromaLink(database.collection(collection, create=True), engine)
-    settings = Ingested(
-        model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits
-    )  # fmt: skip
+    engine = here.engine(before, max_bytes)
+    read = read_chunks(found.files, engine.model, chunk_size)
+    if not read.texts:
+        with suppress(InvalidOption, UnknownOption):  # a new collection is not made
+            _delete_outdated(ChromaLink(database.collection(collection), engine), read)
+        why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
+        n_files = count(len(found.files), "document")
+        raise EmptyInput(f"no text in {n_files}{why}; give some with text")
+    link = ChromaLink(database.collection(collection, create=True), engine)
     records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
     done: IngestResult
     failed: list[dict[str, str]] = []
     if pool is None:
-        with remembered(folder, engine.store, place, settings):
-            done = link.add(*records, progress=True)
+        done = link.add(*records, progress=True)
     else:
         source = ModelSource(
             model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
             namespace=index.namespace, store_bits=engine.store_bits, max_bytes=max_bytes,
             kv_remote=index.remote,
         )  # fmt: skip
-        # Ray writes to standard output of a worker that ends
-        with remembered(folder, engine.store, place, settings), redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):  # where Ray writes what a worker that ends has written
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
+    dtype, bits = engine.model.dtype_name, engine.store_bits
+    remember(folder, engine.store, place, Ingested(model=model, dtype=dtype, store_bits=bits))
     _delete_outdated(link, read)
 
     skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
@@ -337,12 +330,10 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
     A file that cannot be read is skipped, so that the others are ingested.
 
-    Raises InvalidOption if ``chunk_size`` is not positive, or no file can be read.
+    Raises InvalidOption if no file can be read.
     """
     from samkv_integrations.cache.chunk import normalise
 
-    if chunk_size < 1:
-        raise InvalidOption(f"chunk size {chunk_size}; it must be at least 1 token")
     read = Read()
     for file in files:
         try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, check_options
-from samkv_integrations.errors import InvalidOption, SamkvError, UnknownOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -189,68 +188,13 @@ class Index:
         return [ChromaLink(one, engine) for one in opened]
 
 
-@contextmanager
-def removed_if_unused(folder: Path) -> Iterator[None]:
-    """A block that makes a store in ``folder``, which goes again if it fails without any cache."""
-    made = [path for path in (folder, folder / "kv") if not path.exists()]
-    try:
-        yield
-    except BaseException:
-        is_empty = not any(folder.rglob("*.safetensors"))
-        if made and is_empty and not (folder / "chroma").exists():  # which Chroma may hold open
-            shutil.rmtree(made[0], ignore_errors=True)
-        raise
-
-
 _NOTE = "ingested"
 
 
-def require_same(
-    folder: Path, database: Database, place: tuple[str, str], now: Ingested, dtype: str | None,
-    files: Sequence[Path],
-) -> None:  # fmt: skip
-    """Raises InvalidOption if a collection holds other documents, of another model, dtype or bits.
-
-    now: the settings for ``files``. dtype: the given one, if any.
-    """
-    from samkv_integrations.chroma.records import Records
-
-    before = _remembered(folder / "kv").get(_key(place), now)
-    if now.model != before.model:
-        what = f"model {before.model}"
-    elif dtype not in (None, "auto", before.dtype):
-        what = f"dtype {before.dtype}"
-    elif now.store_bits not in (None, before.store_bits):
-        what = f"--store-bits {before.store_bits}"
-    else:
-        return
-    collection, sources = database.collection(place[1], create=True), list(map(str, files))
-    others: Any = {"source": {"$nin": sources}}
-    if Records(collection).read(collection, where=others, limit=1, include=[])["ids"]:
-        raise InvalidOption(
-            f"collection {place[1]!r} holds other documents, ingested with {what}, and is asked "
-            "with one model, dtype and --store-bits; leave the option out, give another "
-            "--collection, or ingest all of its documents"
-        )
-
-
-@contextmanager
-def remembered(
-    folder: Path, store: Store, place: tuple[str, str], ingested: Ingested
-) -> Iterator[None]:
-    """Store the settings of a collection's ingest beside the caches, before it is done.
-
-    An ingest that fails, such as one that is refused, leaves the settings of before.
-    """
-    before = store.note(_NOTE)
+def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
+    """Keep the settings of a collection's ingest beside the caches."""
     known = _remembered(folder / "kv") | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
-    try:
-        yield
-    except SamkvError:
-        if before is not None:
-            store.put_note(_NOTE, before)
-        raise
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
