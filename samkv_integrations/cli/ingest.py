@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ from samkv_integrations.cli.loading import (
     remember,
     require_own_records,
     store_in,
+    use_threads_for,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
@@ -95,7 +96,7 @@ def ingest(
     from samkv_integrations.cache.windows import MIN_RUN
     from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster import ModelSource, add_on_ray
+    from samkv_integrations.cluster import add_on_ray, engine_of
     from samkv_integrations.embedding import HashingEmbedding
 
     check_name(collection)
@@ -105,9 +106,10 @@ def ingest(
     place = (index.namespace, collection)
     before = index.as_ingested([place])
     model = before.model
+    source = index.source(before, max_bytes)
+    use_threads_for(model)
     # where workers compute, this process only reads texts
-    here = index if pool is None else replace(index, device="cpu")
-    engine = here.engine(before, max_bytes)
+    engine = engine_of(source if pool is None else source.model_copy(update={"device_map": "cpu"}))
     read = read_chunks(found.files, engine.model, chunk_size)
     if not read.texts:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
@@ -122,11 +124,6 @@ def ingest(
     if pool is None:
         done = link.add(*records, progress=True)
     else:
-        source = ModelSource(
-            model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
-            namespace=index.namespace, store_bits=engine.store_bits, max_bytes=max_bytes,
-            kv_remote=index.remote,
-        )  # fmt: skip
         with redirect_stdout(sys.stderr):  # where Ray writes what a worker that ends has written
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, check_options
+from samkv_integrations.engine.options import OwnEngineOptions
 from samkv_integrations.errors import InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.eviction import Eviction
+    from samkv_integrations.llm.engine_args import ModelSource
     from samkv_integrations.methods import Method
 
 BUILTIN = "builtin"
@@ -143,31 +144,29 @@ class Index:
             store_bits=last.store_bits if self.store_bits is None else self.store_bits,
         )  # fmt: skip
 
-    def engine(
+    def source(
         self, given: Ingested, max_bytes: str | None = None, **options: Unpack[OwnEngineOptions]
-    ) -> Engine:
-        """An engine over the chunk caches, whose folder is created if necessary.
+    ) -> ModelSource:
+        """What an engine over the chunk caches is made of.
 
         given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on, such as
         ``20GB``; None for the limit that was set before. options: see `Engine`.
         """
-        from samkv_integrations.cache.disk import ChunkStore
-        from samkv_integrations.engine.engine import Engine
+        from samkv_integrations.llm.engine_args import ModelSource
 
-        all_options: EngineOptions = {"store_bits": given.store_bits, **options}
-        check_options(EngineOptions, all_options)  # before a folder is made
+        own: Any = options  # those with a flag, which are fields of a source too
+        return ModelSource(
+            model_name=given.model, device_map=self.device, dtype=given.dtype, weights=self.weights,
+            kv_dir=self.folder / "kv", kv_remote=self.remote, namespace=self.namespace,
+            max_bytes=max_bytes, store_bits=given.store_bits, **own,
+        )  # fmt: skip
+
+    def engine(self, given: Ingested, **options: Unpack[OwnEngineOptions]) -> Engine:
+        """An engine over the chunk caches, whose folder is created if necessary; see `source`."""
+        from samkv_integrations.llm.engine_args import engine_of
+
         use_threads_for(given.model)
-        store = ChunkStore(
-            self.folder / "kv", namespace=self.namespace, max_bytes=max_bytes, remote=self.remote
-        )
-        return Engine.from_pretrained(
-            given.model,
-            store,
-            device=self.device,
-            dtype=given.dtype,
-            weights=self.weights,
-            **all_options,
-        )
+        return engine_of(self.source(given, **options))
 
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
