@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
-    from samkv_integrations.cluster.workers import WorkerPool
+    from samkv_integrations.cluster.ingest import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -181,7 +181,7 @@ def _pool(
         InvalidOption: an option has no effect without ``--ray``, or a wrong value.
         MissingExtra: Ray is not installed.
     """
-    from samkv_integrations.cluster.workers import WorkerPool, require_ray
+    from samkv_integrations.cluster.ingest import WorkerPool, require_ray
 
     if on_ray:
         require_ray()
