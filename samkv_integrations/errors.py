@@ -132,5 +132,17 @@ class Overloaded(SamkvError):
     """More answers wait than the scheduler takes on."""
 
 
+class OutOfMemory(SamkvError):
+    """The device has no memory for an answer."""
+
+    @classmethod
+    def on(cls, device: object) -> OutOfMemory:
+        """An error that says what takes less of the device's memory."""
+        return cls(
+            f"{device} has no memory left for this answer; retrieve fewer chunks, lower hot_bytes, "
+            "or decode fewer answers at a time (max_batch, max_kv_bytes)"
+        )
+
+
 class EmptyInput(SamkvError):
     """A folder without documents, an empty collection, an empty question file."""

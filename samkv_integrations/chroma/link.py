@@ -31,7 +31,7 @@ from samkv_integrations.chroma.records import (
     keys_in,
 )
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.chunks import Depth
+from samkv_integrations.engine.chunks import Depth, progress_bar
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 
@@ -122,7 +122,7 @@ class ChromaLink:
         missed = {ref.key: ref for ref in missing if build_missing}
         replaced: set[str] = set()
         computed: set[str] = set()
-        with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
+        with progress_bar(refs, is_shown=progress) as bar:
             # Page by page, so that no cache lacks its record longer than the grace of `sync`.
             for part in self._records.slices(len(ids)):
                 page = [ref for ref in found[part] if ref and ref.key not in computed]
@@ -133,7 +133,6 @@ class ChromaLink:
                 replaced |= self._records.write(
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
-                bar.update(min(part.stop, len(ids)) - bar.n)  # with chunks cached before
         n_released = self._release(replaced)
         # Nothing was evicted if nothing was missing.
         made = {ref.key for ref in refs} if missed else set()

@@ -1,7 +1,7 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the fields of both frameworks' LLMs (`samkv_integrations.llm.fields`), the flags of
-an engine's options (`samkv_integrations.cli.arguments`) and the tables of the API reference. The
+From here come the flags of an engine's options (`samkv_integrations.cli.arguments`), the tables of
+the API reference, and the descriptions of the LLMs' fields (`samkv_integrations.llm.fields`). The
 code that uses an option reads it from `Engine`'s arguments or from `AnswerSettings`, which repeat
 its name and default. The options of sampling are declared where they are used, in
 `samkv_integrations.model.sampling`.
@@ -99,6 +99,13 @@ def check_stop(stop: object) -> None:
             raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
 
 
+def is_size(n_bytes: object) -> bool:
+    """Whether it is a number of bytes, or 0 for none."""
+    return type(n_bytes) is int and n_bytes >= 0
+
+
+SIZE = "a whole number of bytes, 0 for none"
+
 # -- options -----------------------------------------------------------------------------------
 
 
@@ -166,10 +173,6 @@ class CacheOptions(TypedDict, total=False):
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
 
 
-class SourceOptions(ModelOptions, StoreOptions, CacheOptions, total=False):
-    """What chunk caches are made with."""
-
-
 class OwnEngineOptions(TypedDict, total=False):
     """Options of an `Engine` beside its model, its store, and what its caches hold."""
 
@@ -197,13 +200,26 @@ class OwnEngineOptions(TypedDict, total=False):
     ]  # fmt: skip
     """Text in place of the documents, such as the system prompt that begins every request: the
     first chunk after it is exact."""
-    prefix_bytes: Annotated[int, Option(default=2**28, in_llms=False, flag=False)]
+    prefix_bytes: Annotated[
+        int,
+        Option(default=2**28, allows=is_size, bounds=SIZE, in_llms=False, flag=False),
+    ]
     """Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, documents
     that were computed in full), which later prompts reuse; 0 for none."""
     exact_beginnings: Annotated[bool, Option(default=True)]
     """Whether a chunk that has stood first in a prompt gets a second cache, computed in idle time
     behind the same head (chat template, system prompt): none of its tokens is recomputed when it
     stands first again. For stores on disk."""
+    hot_bytes: Annotated[
+        int | None,
+        Option(
+            default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free",
+            allows=is_size, bounds=SIZE,
+        ),
+    ]  # fmt: skip
+    """Memory for chunk caches that were read and verified lately, in their few bits: the next
+    question reads no file for them. On a GPU its memory, and as much pinned memory of the host
+    behind it. For stores on disk."""
 
 
 class EngineOptions(OwnEngineOptions, CacheOptions, total=False):

@@ -212,9 +212,10 @@ class Model:
                     return_offsets_mapping=offsets,
                 )
             except TypeError as error:  # of the tokenizers library, without the text
+                half = re.search("[^<>]{,20}[\ud800-\udfff][^<>]{,20}", text)
                 raise InvalidOption(
-                    f"the text that begins {text[:40]!r} holds half a character (a lone "
-                    "surrogate); clean it with text.encode(errors='replace').decode()"
+                    f"a text holds half a character (a lone surrogate) in {half and half[0]!r}; "
+                    "clean it with text.encode(errors='replace').decode()"
                 ) from error
 
     def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:

@@ -104,7 +104,9 @@ def test_a_call_after_text_and_no_call(client: OpenAI) -> None:
     assert none.message.tool_calls is None
 
 
-@pytest.mark.parametrize("broken", [JSON.replace("record", "river"), f"{CALL[:-20]}"])
+@pytest.mark.parametrize(
+    "broken", [JSON.replace("record", "river"), CALL.replace("record", "river"), f"{CALL[:-20]}"]
+)
 def test_what_only_resembles_a_call_is_text(client: OpenAI, broken: str) -> None:
     with dictated(broken, broken):
         (choice,) = chat(client).choices
@@ -118,6 +120,8 @@ def test_a_call_that_is_required(client: OpenAI, choice: Any) -> None:
     (message,) = (c.message for c in chat(client, tool_choice=choice, temperature=1.0).choices)
     (call,) = message.tool_calls
     assert len(json.loads(call.function.arguments)["town"]) <= 8
+    (cut,) = chat(client, tool_choice=choice, max_tokens=5).choices
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
 
 
 def test_the_prompt_is_that_of_the_connectors(client: OpenAI) -> None:
