@@ -125,6 +125,7 @@ def random_chunk(
             block_max=middle.int(),
             block_min=middle.int(),
             outliers=torch.zeros(n_layers, n_tokens, dtype=torch.bool),
+            stable=torch.zeros(n_layers, dtype=torch.bool),
         ),
         block_means=BlockMeans(
             codes=codes(n_layers, n_middle, n_groups, dim).view(torch.int8),

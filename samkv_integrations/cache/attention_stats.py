@@ -26,6 +26,9 @@ ATTENTION_FLOOR = 1e-8
 MIN_PAUTA = 11
 """Fewest values for a 3-sigma test: none of n is beyond sqrt(n - 1) standard deviations."""
 
+MIN_CHUNKS = 32
+"""Fewest chunks whose votes decide a model's stable layers."""
+
 PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
     ("qwen2", 36, 2048, 2): tuple(range(31, 36)),  # Qwen2.5-3B-Instruct
     ("mistral", 32, 4096, 8): tuple(range(27, 32)),  # Mistral-7B-Instruct
@@ -132,12 +135,16 @@ def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> ChunkStatistics:
-    """Leading and trailing blocks and outlier tokens of a chunk, on the CPU.
+    """Leading and trailing blocks, outlier tokens and stable layers of a chunk, on the CPU.
 
     Importance of a block (Appendix A.1): the smallest alpha among its tokens; smallest first.
     Unimportance: the highest sustained attention among its tokens; lowest first. In both orders,
     blocks without such a token come last, and the lowest index wins a tie.
     Outlier tokens: alpha below mean - 3 sigma over all alphas of the layer (PauTa criterion).
+    Stable layers (Appendix A.2): blocks that have an alpha, anchors included, are ranked by
+    importance in each layer. The block with the best mean rank leads the chunk. A layer is stable
+    if the leading block's alpha is below mean - 3 sigma over the layer's blocks. A chunk with fewer
+    than `MIN_PAUTA` such blocks has no stable layer.
     """
     one = layers[0].alpha.device  # layers may be on several devices
     alpha = torch.stack([layer.alpha.to(one) for layer in layers]).cpu()  # (L, T)
@@ -153,6 +160,7 @@ def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> 
         block_max=_lowest_middle(importance, blocks),
         block_min=_lowest_middle(prominence, blocks),
         outliers=outliers,
+        stable=_stable(importance),
     )
 
 
@@ -185,10 +193,35 @@ def _pauta_limit(values: Tensor) -> Tensor:
     return (mean - 3 * sigma).where(enough, torch.nan)
 
 
-def stable_layers(kind: str, n_layers: int, hidden_size: int, n_kv_heads: int) -> tuple[int, ...]:
-    """The layers N* (Appendix A.2), counted from 0: published ones, or the last eighth of all."""
-    last = tuple(range(n_layers - max(1, n_layers // 8), n_layers))
-    return PUBLISHED_STABLE_LAYERS.get((kind, n_layers, hidden_size, n_kv_heads), last)
+def _stable(importance: Tensor) -> Tensor:
+    """(L,) bool from the (L, N) importance of all blocks; inf where a block has no alpha."""
+    ranked = importance[:, importance.isfinite().all(0)]
+    if ranked.shape[1] < MIN_PAUTA:
+        return torch.zeros(ranked.shape[0], dtype=torch.bool)
+    ranks = ranked.argsort(dim=1, stable=True).argsort(dim=1)
+    leading = ranks.sum(0).argmin()
+    return ranked[:, leading] < _pauta_limit(ranked)[:, 0]
+
+
+def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
+    """The stable layers N* of a model without published ones, counted from 0 (Appendix A.2).
+
+    From `MIN_CHUNKS` chunks on, these are the layers of the last quarter whose votes are at least
+    the mean over all layers, and not zero: the paper finds stability in the last few layers of
+    every model. With fewer chunks, or if no layer qualifies, the last eighth of the layers.
+
+    votes: (number of chunks, L) bool, ``stable`` of the model's chunks; None without chunks.
+    """
+    if votes is not None and votes.shape[0] >= MIN_CHUNKS:
+        assert votes.shape[1] == n_layers
+        counts: list[int] = votes.sum(0).tolist()
+        total = sum(counts)
+        tail = range(n_layers - max(1, n_layers // 4), n_layers)
+        # Whole numbers on both sides, so that equal shares compare as equal.
+        chosen = tuple(n for n in tail if counts[n] > 0 and counts[n] * n_layers >= total)
+        if chosen:
+            return chosen
+    return tuple(range(n_layers - max(1, n_layers // 8), n_layers))
 
 
 # -- mean keys of blocks --------------------------------------------------------------------------

@@ -245,11 +245,13 @@ class ChunkStatistics:
     block_max: (L,) int32, middle block of the highest importance, -1 without a middle.
     block_min: (L,) int32, middle block of the highest unimportance, -1 without a middle.
     outliers: (L, T) bool, middle tokens whose alpha is below the layer's mean by 3 sigma.
+    stable: (L,) bool, layers in which the chunk's leading block stands out (Appendix A.2).
     """
 
     block_max: Tensor
     block_min: Tensor
     outliers: Tensor
+    stable: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,11 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from samkv_integrations.cache.attention_stats import stable_layers
+from samkv_integrations.cache.attention_stats import (
+    MIN_CHUNKS,
+    PUBLISHED_STABLE_LAYERS,
+    stable_layers,
+)
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
@@ -200,6 +204,7 @@ class Chunks:
         self._lock = threading.RLock()
         self._generation = model.identity.generation
         self._agreed: Fingerprint | None = None
+        self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentChunks()
         self._released = ReleasedCaches()
         self._of_prefix: tuple[str, Before] | None = None
@@ -243,7 +248,7 @@ class Chunks:
         with self._lock:
             has_changed = generation != self._generation
             if has_changed:
-                self._generation, self._agreed = generation, None
+                self._generation, self._agreed, self._stable_layers = generation, None, None
         if has_changed:
             self.hot.clear()
             self._on_change()
@@ -419,6 +424,8 @@ class Chunks:
             except BaseException:  # an interruption does not wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise
+            finally:
+                self._stable_layers = None  # more chunks vote now
 
     def _entries_before(
         self, fingerprint: Fingerprint, is_same_model: Callable[[], bool]
@@ -465,6 +472,7 @@ class Chunks:
                 if is_kept:
                     with self.outage.survived():
                         self.keep(since, cache)
+        self._stable_layers = None
         return made
 
     def deletions(self) -> int:
@@ -571,8 +579,23 @@ class Chunks:
 
     @property
     def stable_layers(self) -> tuple[int, ...]:
-        """See `attention_stats.stable_layers`."""
+        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks.
+
+        Of stored chunks the first ones by key vote, so the order of ingest does not matter.
+        """
         model, config = self.model, self.model.config
-        return stable_layers(
-            config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads
-        )
+        shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
+        if shape in PUBLISHED_STABLE_LAYERS:
+            return PUBLISHED_STABLE_LAYERS[shape]
+        if self._stable_layers is None:
+            keys: list[str] = []
+            with self.outage.survived():
+                keys = self.store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
+            votes = []  # (L,) bool each
+            for key in keys if len(keys) >= MIN_CHUNKS else ():
+                with suppress(CacheMiss), self.store.open(key, self.fingerprint) as chunk:
+                    votes.append(chunk.statistics().stable)
+            self._stable_layers = stable_layers(
+                model.n_layers, torch.stack(votes) if votes else None
+            )
+        return self._stable_layers

@@ -10,9 +10,12 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations.cache.attention_stats import (
+    MIN_CHUNKS,
     MIN_LATER,
     LayerStatistics,
     chunk_statistics,
@@ -70,6 +73,7 @@ def test_leading_and_trailing_block_of_a_chunk_worked_out_by_hand() -> None:
     result = chunk_statistics(one_layer(alpha, sustained), blocks)
     assert result.block_max.tolist() == [1]  # 0.5 in blocks 1 and 2
     assert result.block_min.tolist() == [2]  # 0.2 in blocks 2 and 3
+    assert not result.stable.any()
 
 
 @pytest.mark.parametrize(("n_blocks", "expected"), [(10, False), (11, True)])
@@ -79,6 +83,7 @@ def test_three_sigma_needs_eleven_blocks(n_blocks: int, expected: bool) -> None:
     alpha[4] = -12.3
     blocks = BlockScheme(size=1).of(n_blocks)
     result = chunk_statistics(one_layer(alpha, [0.1] * n_blocks), blocks)
+    assert result.stable.tolist() == [expected]
     assert result.outliers.any().item() is expected
 
 
@@ -104,11 +109,27 @@ def test_a_token_read_by_all_later_ones_is_found_from_queries_and_keys() -> None
 @pytest.mark.parametrize(
     ("n_layers", "expected"), [(1, (0,)), (7, (6,)), (16, (14, 15)), (36, (32, 33, 34, 35))]
 )
-def test_the_last_eighth_of_models_that_the_paper_has_not(
+def test_the_last_eighth_until_enough_chunks_have_voted(
     n_layers: int, expected: tuple[int, ...]
 ) -> None:
-    assert stable_layers("llama", n_layers, 64, 2) == expected
-    assert stable_layers("qwen2", 36, 2048, 2) == (31, 32, 33, 34, 35)
+    votes = torch.zeros(MIN_CHUNKS - 1, n_layers, dtype=torch.bool)
+    votes[:, n_layers * 3 // 4] = True
+    assert stable_layers(n_layers, None) == expected
+    assert stable_layers(n_layers, votes) == expected
+
+
+@given(seed=st.integers(0, 10_000), n_layers=st.integers(1, 40), share=st.floats(0, 1))
+def test_stable_layers_follow_their_rule(seed: int, n_layers: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    votes = torch.rand(MIN_CHUNKS, n_layers, generator=generator) < share
+    shares = [statistics.fmean(map(int, column)) for column in votes.T.tolist()]
+    chosen = [
+        n
+        for n in range(n_layers - max(1, n_layers // 4), n_layers)
+        if shares[n] > 0 and shares[n] >= statistics.fmean(shares) - 1e-12
+    ]
+    expected = chosen or range(n_layers - max(1, n_layers // 8), n_layers)
+    assert stable_layers(n_layers, votes) == tuple(expected)
 
 
 @pytest.mark.parametrize(

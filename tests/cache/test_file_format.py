@@ -65,7 +65,7 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         ("token_ids", "I32", [n_tokens], pack(chunk.token_ids, "i")),
         ("block_max", "I32", [n_layers], pack(chunk.statistics.block_max, "i")),
         ("block_min", "I32", [n_layers], pack(chunk.statistics.block_min, "i")),
-        ("stable", "U8", [n_layers], bytes(n_layers)),
+        ("stable", "U8", [n_layers], pack(chunk.statistics.stable, "B")),
         ("outliers", "U8", [n_layers, n_tokens], pack(chunk.statistics.outliers, "B")),
         ("text", "U8", [len(text)], text),
         ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),

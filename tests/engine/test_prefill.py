@@ -109,7 +109,7 @@ def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
         torch.testing.assert_close(found, expected, **BATCHED)
     torch.testing.assert_close(one.local_query, other.local_query, **BATCHED)
     assert torch.equal(one.token_ids, other.token_ids)
-    for name in ("block_max", "block_min", "outliers"):
+    for name in ("block_max", "block_min", "outliers", "stable"):
         assert torch.equal(getattr(one.statistics, name), getattr(other.statistics, name)), name
 
 

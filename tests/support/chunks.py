@@ -86,6 +86,7 @@ def random_chunk(
             block_max=middle_block(),
             block_min=middle_block(),
             outliers=outliers,
+            stable=integer(0, 2, n_layers, of=torch.uint8).bool(),
         ),
         block_means=BlockMeans(
             codes=integer(-127, 128, n_layers, n_middle, n_groups, dim, of=torch.int8),

@@ -197,7 +197,7 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
         "token_ids": chunk.token_ids,
         "block_max": chunk.statistics.block_max,
         "block_min": chunk.statistics.block_min,
-        "stable": torch.zeros(len(chunk.entries), dtype=torch.uint8),  # not used any more
+        "stable": chunk.statistics.stable.view(torch.uint8),
         "outliers": chunk.statistics.outliers.view(torch.uint8),
         "text": text,
         "local_query": chunk.local_query,
@@ -417,10 +417,11 @@ class ChunkFile:
         return self._groups[names]
 
     def statistics(self) -> ChunkStatistics:
-        block_max, block_min, _, outliers = self._group(*_STATISTICS)
+        block_max, block_min, stable, outliers = self._group(*_STATISTICS)
         return ChunkStatistics(
-            block_max=block_max, block_min=block_min, outliers=outliers.view(torch.bool)
-        )
+            block_max=block_max, block_min=block_min,
+            outliers=outliers.view(torch.bool), stable=stable.view(torch.bool),
+        )  # fmt: skip
 
     def text(self) -> str:
         return bytes(byte_view(self._group("text")[0])).decode(errors="surrogatepass")
