@@ -200,11 +200,6 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             expect_retrieved(self.engine)
 
     @classmethod
-    def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:
-        """An LLM on an existing engine. kwargs: those of the class."""
-        return cls(engine=engine, **kwargs)
-
-    @classmethod
     def class_name(cls) -> str:
         """Name in serialised LLMs and events."""
         return "SamKV_LLM"
