@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -73,12 +73,6 @@ class Question(Body):
     chat: bool | None = None
     stream: bool = False
 
-    @property
-    def options(self) -> AnswerOptions:
-        """The options that were given, except the length of the answer."""
-        given = {"method": self.method, "eviction": self.eviction}
-        return cast(AnswerOptions, {n: value for n, value in given.items() if value is not None})
-
 
 class Source(BaseModel):
     """A retrieved chunk. source: its document. distance: to the question; None if not finite."""
@@ -141,7 +135,8 @@ def router(service: Service) -> APIRouter:
         texts = [source["text"] for source in writer.sources]
         in_chat = engine.model.asks_in_chat if body.chat is None else body.chat
         return await service.respond(
-            request, engine, rag_prompt(body.question, texts, chat=in_chat), body.options,
+            request, engine, rag_prompt(body.question, texts, chat=in_chat),
+            AnswerOptions(method=body.method, eviction=body.eviction),
             writer, chunks=texts, most_tokens=body.max_tokens, is_streamed=body.stream,
         )  # fmt: skip
 
