@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
-from langchain_core.language_models.base import BaseLanguageModel, LangSmithParams
+from langchain_core.language_models.base import BaseLanguageModel
 from langchain_core.runnables import RunnableSerializable
 from langchain_core.runnables.utils import AnyConfigurableField
 from pydantic import ConfigDict, Field, SecretStr
@@ -29,7 +29,6 @@ from samkv_integrations.llm.local_llm import (
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.sampling import check_option
 
-PROVIDER = "samkv"
 _NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
@@ -178,12 +177,6 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
             **always,
         }
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        always = [self.stop] if isinstance(self.stop, str) else self.stop
-        params = super()._get_ls_params(stop=stop or always, **kwargs)
-        params["ls_provider"] = PROVIDER
-        return params
-
     def get_num_tokens(self, text: str) -> int:
         """Tokens of ``text``; a handle counts as its chunk."""
         if self.custom_get_token_ids is not None:
@@ -223,7 +216,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         self._last_report = report = answer.report
         return {
             "model_name": report.model,
-            "model_provider": PROVIDER,
+            "model_provider": "samkv",
             "finish_reason": answer.finish_reason,
             "samkv": report.to_dict(),
         }

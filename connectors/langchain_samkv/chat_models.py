@@ -17,8 +17,6 @@ from langchain_core.messages import (
     AIMessageChunk,
     BaseMessage,
     ChatMessage,
-    HumanMessage,
-    SystemMessage,
     ToolMessage,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
@@ -39,8 +37,7 @@ from samkv_integrations.llm.tool_calls import (
     ToolCall,
     ToolUse,
     merged,
-    of_calls,
-    of_result,
+    turn_of,
     with_tools,
 )
 
@@ -255,9 +252,6 @@ class ChatSamKV(LocalModel, BaseChatModel):
         return _parsed(llm, _parser_of(schema), include_raw)
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
-          "assistant": "assistant", "ai": "assistant"}  # fmt: skip
-
 _CALL_BLOCKS = ("tool_use", "tool_call", "invalid_tool_call", "function_call")
 
 _REASONING = ("reasoning", "reasoning_content", "thinking", "redacted_thinking")
@@ -290,32 +284,19 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
                 "only, leave it out"
             )
     text = "\n".join(texts)  # without a line break the tokens of a chunk could merge with others
-    if isinstance(message, ToolMessage):
-        return of_result(text, message.tool_call_id, message.name)
-    if isinstance(message, AIMessage):
-        if message.additional_kwargs.get("function_call"):
-            raise InvalidOption(
-                "a message holds a function_call of OpenAI's first interface; give tool_calls"
-            )
-        # a call that could not be parsed stays as the model wrote it
-        written = [text, *(call["args"] or "" for call in message.invalid_tool_calls)]
-        calls = (
-            ToolCall(each["name"], each["args"], each["id"] or "") for each in message.tool_calls
-        )
-        return of_calls("".join(written), calls)
-    if isinstance(message, ChatMessage):
-        if message.role not in _ROLES:
-            raise InvalidOption(
-                f"role {message.role!r} of a message is not supported; "
-                f"supported: {', '.join(sorted(_ROLES))}"
-            )
-        return {"role": _ROLES[message.role], "content": text}
-    if not isinstance(message, HumanMessage | SystemMessage):
+    if message.additional_kwargs.get("function_call"):
         raise InvalidOption(
-            f"a {type(message).__name__} is not supported; put its text into one of these: "
-            "SystemMessage, HumanMessage, AIMessage, ToolMessage, ChatMessage"
+            "a message holds a function_call of OpenAI's first interface; give tool_calls"
         )
-    return {"role": "user" if isinstance(message, HumanMessage) else "system", "content": text}
+    role = message.role if isinstance(message, ChatMessage) else message.type
+    if isinstance(message, ToolMessage):
+        return turn_of(role, text, call_id=message.tool_call_id, name=message.name)
+    if not isinstance(message, AIMessage):
+        return turn_of(role, text)
+    # a call that could not be parsed stays as the model wrote it
+    written = [text, *(call["args"] or "" for call in message.invalid_tool_calls)]
+    calls = (ToolCall(each["name"], each["args"], each["id"] or "") for each in message.tool_calls)
+    return turn_of(role, "".join(written), calls=calls)
 
 
 class _WholeJson(JsonOutputParser):

@@ -235,7 +235,7 @@ def remove(
 
     database = Database(folder / "chroma", chroma)
     opened, store = database.collection(collection), store_in(folder, namespace, remote)
-    require_own_records(store, database, [collection])
+    require_own_records(folder, namespace, database, [collection])
     wanted = {path.resolve() for path in paths}  # as in the records
     matched, sources, ids = set[Path](), set[str](), list[str]()
     for id_, source in Records(opened).sources():

@@ -178,8 +178,7 @@ class Index:
 
         database = self.database
         opened = [database.collection(name) for name in names]
-        if (self.folder / "kv").is_dir():
-            require_own_records(store_in(self.folder, self.namespace), database, names)
+        require_own_records(self.folder, self.namespace, database, names)
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
@@ -239,23 +238,27 @@ def store_in(
     return ChunkStore(path, namespace=namespace, remote=remote)
 
 
-def require_own_records(store: ChunkStore, database: Database, names: Sequence[str]) -> None:
+def require_own_records(
+    folder: Path, namespace: str, database: Database, names: Sequence[str]
+) -> None:
     """Raises InvalidOption if all records of a collection have their caches in another namespace.
 
-    Otherwise its texts would be cached again, in this namespace.
+    Otherwise its texts would be cached again, in this namespace. Without caches all is well.
     """
     from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
     from samkv_integrations.chroma.records import Records
 
-    places = store.index.places(None, PRESENT, EVICTED, LOST)
-    own = {key for _, key, namespace in places if namespace == store.namespace}
-    others = {key: namespace for _, key, namespace in places if namespace != store.namespace}
+    if not (folder / "kv").is_dir():
+        return
+    places = store_in(folder, namespace).index.places(None, PRESENT, EVICTED, LOST)
+    own = {key for _, key, space in places if space == namespace}
+    others = {key: space for _, key, space in places if space != namespace}
     for name in names if others else ():
         keys = Records(database.collection(name)).keys()
         found = sorted({others[key] for key in keys & others.keys()})
         if found and not keys & own:
             raise InvalidOption(
                 f"the records of collection {name!r} have their caches in namespace {found[0]!r}, "
-                f"not in {store.namespace!r}; give --namespace, and --collection for each that is "
+                f"not in {namespace!r}; give --namespace, and --collection for each that is "
                 "of that namespace"
             )

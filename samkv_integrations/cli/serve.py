@@ -13,7 +13,6 @@ from samkv_integrations.cli.loading import (
     eviction_of,
     given_methods,
     require_own_records,
-    store_in,
     use_threads_for,
 )
 from samkv_integrations.engine.chunks import hot_budget
@@ -94,13 +93,7 @@ def serve(
             database.collection(wanted)
         database.check([wanted for _, wanted in asked])  # here, where a crash would come again
         for tenant in keys.tenants:
-            if tenant.collections and (index.folder / "kv").is_dir():
-                try:
-                    store = store_in(index.folder, tenant.namespace)
-                    require_own_records(store, database, tenant.collections)
-                except InvalidOption as error:
-                    whose = f"collections of namespace {tenant.namespace!r}"
-                    raise InvalidOption(f"{whose}: {error}") from None
+            require_own_records(index.folder, tenant.namespace, database, tenant.collections)
         use_threads_for(model)
         loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
         of_engines["hot_bytes"] = hot_budget(loaded, of_engines.get("hot_bytes")) // len(namespaces)

@@ -311,6 +311,37 @@ def merged(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "ai", "chatbot", "model"), "assistant"),
+    "tool": "tool",
+}
+"""Role of a message, in both frameworks' and OpenAI's words -> role of a turn."""
+
+
+def turn_of(
+    role: str, text: str, *, calls: Iterable[ToolCall] = (), call_id: str = "",
+    name: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The turn of a chat template. calls: of an assistant. call_id, name: of a tool's result.
+
+    Raises InvalidOption for an unknown role.
+    """
+    match _ROLES.get(role):
+        case None:
+            raise InvalidOption(
+                f"role {role!r} of a message is not supported; put its text into a message of one "
+                f"that is: {', '.join(sorted(_ROLES))}"
+            )
+        case "tool":
+            return of_result(text, call_id, name)
+        case "assistant":
+            return of_calls(text, calls)
+        case known:
+            return {"role": known, "content": text}
+
+
 def arguments_of(given: object) -> dict[str, Any]:
     """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
     found = _json(given or "{}") if isinstance(given, str) else given

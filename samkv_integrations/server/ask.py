@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -73,12 +73,6 @@ class Question(Body):
     chat: bool | None = None
     stream: bool = False
 
-    @property
-    def options(self) -> AnswerOptions:
-        """The options that were given, except the length of the answer."""
-        given = {"method": self.method, "eviction": self.eviction}
-        return cast(AnswerOptions, {n: value for n, value in given.items() if value is not None})
-
 
 class Source(BaseModel):
     """A retrieved chunk. source: its document. distance: to the question; None if not finite."""
@@ -108,34 +102,6 @@ class AskedAnswer(BaseModel):
     estimated_from: Literal["measured", "assumed"]
 
 
-class Named(BaseModel):
-    """A collection that the key may ask."""
-
-    id: str
-
-
-class Collections(BaseModel):
-    """The collections that the key may ask, in the server's order."""
-
-    object: Literal["list"] = "list"
-    data: list[Named]
-
-
-class MethodInfo(BaseModel):
-    """A method."""
-
-    id: str
-    summary: str
-    paper: str
-
-
-class Methods(BaseModel):
-    """The values of ``method``."""
-
-    object: Literal["list"] = "list"
-    data: list[MethodInfo]
-
-
 def router(service: Service) -> APIRouter:
     """The routes of questions."""
     routes = APIRouter(prefix="/v1/samkv", tags=["questions"], route_class=BoundedRoute)
@@ -150,10 +116,8 @@ def router(service: Service) -> APIRouter:
         def retrieve() -> tuple[Engine, _Writer]:
             link = service.tenancy.link(tenant, collection)
             sources = [
-                Source(
-                    id=one.id, source=one.source, text=one.text,
-                    distance=one.distance if math.isfinite(one.distance) else None,
-                )
+                {"id": one.id, "source": one.source, "text": one.text,
+                 "distance": one.distance if math.isfinite(one.distance) else None}
                 for one in nearest(link, body.question, body.top_k)
             ]  # fmt: skip
             return link.engine, _Writer(model_name, link.engine, sources)
@@ -168,26 +132,26 @@ def router(service: Service) -> APIRouter:
             raise Failure(
                 404, str(error), code="collection_not_found", param="collection"
             ) from None
-        texts = [source.text for source in writer.sources]
+        texts = [source["text"] for source in writer.sources]
         in_chat = engine.model.asks_in_chat if body.chat is None else body.chat
         return await service.respond(
-            request, engine, rag_prompt(body.question, texts, chat=in_chat), body.options,
+            request, engine, rag_prompt(body.question, texts, chat=in_chat),
+            AnswerOptions(method=body.method, eviction=body.eviction),
             writer, chunks=texts, most_tokens=body.max_tokens, is_streamed=body.stream,
         )  # fmt: skip
 
     @routes.get("/collections")
-    async def collections(request: Request) -> Collections:
-        """The collections that may be asked."""
+    async def collections(request: Request) -> dict[str, Any]:
+        """The collections that the key may ask, in the server's order."""
         tenant: Tenant = request.state.tenant
-        return Collections(data=[Named(id=name) for name in tenant.collections])
+        return {"object": "list", "data": [{"id": name} for name in tenant.collections]}
 
     @routes.get("/methods")
-    async def methods() -> Methods:
-        """The methods."""
+    async def methods() -> dict[str, Any]:
+        """The values of ``method``."""
         known = METHODS.values()
-        return Methods(
-            data=[MethodInfo(id=m.name, summary=m.summary, paper=m.paper) for m in known]
-        )
+        shown = [{"id": each.name, "summary": each.summary, "paper": each.paper} for each in known]
+        return {"object": "list", "data": shown}
 
     return routes
 
@@ -195,19 +159,18 @@ def router(service: Service) -> APIRouter:
 class _Writer:
     """Writes one answer in the form of `AskedAnswer`."""
 
-    def __init__(self, model_name: str, engine: Engine, sources: Sequence[Source]) -> None:
+    def __init__(self, model_name: str, engine: Engine, sources: Sequence[dict[str, Any]]) -> None:
         self._model_name, self.sources = model_name, sources
         self._model, self._costs = engine.model, engine.costs
-        self._shown = [source.model_dump() for source in sources]
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """The body of a whole answer."""
-        found = {"answer": answer.text, "sources": self._shown}
+        found = {"answer": answer.text, "sources": self.sources}
         return {"object": "samkv.answer", **found, **self._end(answer.report, answer.finish_reason)}
 
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The data of the events of a stream."""
-        yield {"object": "samkv.answer.sources", "sources": self._shown}
+        yield {"object": "samkv.answer.sources", "sources": self.sources}
         async for text in stream:
             yield {"object": "samkv.answer.text", "text": text}
         yield {"object": "samkv.answer.end", **self._end(stream.report, stream.finish_reason)}

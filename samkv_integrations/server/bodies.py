@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, of_calls, of_result
+from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, turn_of
 from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
@@ -151,15 +151,13 @@ class Message(Body):
     @property
     def turn(self) -> dict[str, Any]:
         """The turn for a chat template."""
-        if self.role == "tool":
-            return of_result(self.content, self.tool_call_id or "", self.name)
-        if self.role == "assistant":
-            calls = (
-                ToolCall(each.function.name, arguments_of(each.function.arguments), each.id)
-                for each in self.tool_calls or ()
-            )
-            return of_calls(self.content, calls)
-        return {"role": "user" if self.role == "user" else "system", "content": self.content}
+        calls = (
+            ToolCall(each.function.name, arguments_of(each.function.arguments), each.id)
+            for each in self.tool_calls or ()
+        )
+        return turn_of(
+            self.role, self.content, calls=calls, call_id=self.tool_call_id or "", name=self.name
+        )
 
 
 class Function(Body):

@@ -393,8 +393,8 @@ class TestBadInput:
                 "block of type 'audio'",  # as LangChain rewrites it
             ),
             ([ToolMessage("42", tool_call_id="1")], "takes no tools and no calls of tools"),
-            ([FunctionMessage("42", name="f")], "a FunctionMessage is not supported"),
-            ([RemoveMessage("1")], "a RemoveMessage is not supported"),
+            ([FunctionMessage("42", name="f")], "role 'function' of a message is not supported"),
+            ([RemoveMessage("1")], "role 'remove' of a message is not supported"),
             ([ChatMessage("42", role="critic")], "role 'critic' of a message is not supported"),
             (
                 [AIMessage("", tool_calls=[{"name": "f", "args": {}, "id": "1"}])],

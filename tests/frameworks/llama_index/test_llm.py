@@ -274,7 +274,7 @@ class TestConfiguration:
             SamKVLLM(model_name="nowhere/to-be-found", store_bits=3)
 
     def test_metadata_comes_from_the_model(self, corpus: Corpus) -> None:
-        metadata = SamKVLLM.from_engine(corpus.engine).metadata
+        metadata = SamKVLLM(engine=corpus.engine).metadata
         assert metadata.model_name == "builtin"
         assert (metadata.num_output, metadata.is_chat_model) == (256, True)
         assert not metadata.is_function_calling_model

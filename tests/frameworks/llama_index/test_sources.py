@@ -66,14 +66,11 @@ def test_sources_hold_no_key(
     assert KEY_FIELD not in json.dumps([node.to_dict() for node in nodes])
 
 
-def test_nodes_of_earlier_releases_and_other_programs(
-    engine: Engine, store: SamKVChromaVectorStore
-) -> None:
+def test_nodes_of_other_programs(engine: Engine, store: SamKVChromaVectorStore) -> None:
     """Both have the key in the metadata that become those of the node."""
     old = TextNode(
         id_="old", text=TEXTS[0], embedding=[1.0, 0.0], metadata={KEY_FIELD: "0" * 32, "page": 1}
     )
-    old.excluded_llm_metadata_keys = [KEY_FIELD]
     store.add([old])
     add_raw(store.kv_link, {"raw": TEXTS[1]}, **{KEY_FIELD: engine.key_of(TEXTS[1])})
     found = store.query(VectorStoreQuery(query_embedding=[1.0, 0.0], similarity_top_k=2)).nodes

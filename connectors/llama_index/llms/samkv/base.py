@@ -200,11 +200,6 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             expect_retrieved(self.engine)
 
     @classmethod
-    def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:
-        """An LLM on an existing engine. kwargs: those of the class."""
-        return cls(engine=engine, **kwargs)
-
-    @classmethod
     def class_name(cls) -> str:
         """Name in serialised LLMs and events."""
         return "SamKV_LLM"
@@ -498,15 +493,14 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         check_text("prompt", prompt)
         if formatted:
             return prompt
-        assert self.completion_to_prompt is not None  # LlamaIndex puts its default in
-        is_plain = self.completion_to_prompt is default_completion_to_prompt
-        if self.is_chat_model and is_plain and self.query_wrapper_prompt is None:
-            return self._chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
-        if is_plain and self.query_wrapper_prompt is None:
-            return self._extend_prompt(prompt)
         made = self.completion_to_prompt
-        render = self.engine.model.special_tokens.rendered
-        return render(prompt, lambda hidden: self._extend_prompt(made(hidden)))
+        assert made is not None  # LlamaIndex puts its default in
+        if made is not default_completion_to_prompt or self.query_wrapper_prompt is not None:
+            render = self.engine.model.special_tokens.rendered
+            return render(prompt, lambda hidden: self._extend_prompt(made(hidden)))
+        if self.is_chat_model:
+            return self._chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
+        return self._extend_prompt(prompt)
 
     def _chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
         assert self.messages_to_prompt is not None  # LlamaIndex puts its default in

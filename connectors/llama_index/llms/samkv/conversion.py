@@ -24,20 +24,10 @@ from samkv_integrations.llm.tool_calls import (
     ToolCall,
     arguments_of,
     merged,
-    of_calls,
-    of_result,
+    turn_of,
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import RenderedPrompt
-
-_ROLES = {
-    MessageRole.SYSTEM: "system",
-    MessageRole.DEVELOPER: "system",
-    MessageRole.USER: "user",
-    MessageRole.ASSISTANT: "assistant",
-    MessageRole.CHATBOT: "assistant",
-    MessageRole.MODEL: "assistant",
-}
 
 
 def with_system_prompt(
@@ -49,7 +39,7 @@ def with_system_prompt(
     """
     if not system_prompt:
         return list(messages)
-    if messages and _ROLES.get(messages[0].role) == "system":
+    if messages and messages[0].role in (MessageRole.SYSTEM, MessageRole.DEVELOPER):
         if f"{messages[0].content}\n".startswith(f"{system_prompt}\n"):
             return list(messages)
     return [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
@@ -86,24 +76,16 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
                 "out"
             )
     text = message.content or ""
-    if message.role == MessageRole.TOOL:
-        call_id, name = (message.additional_kwargs.get(key) for key in ("tool_call_id", "name"))
-        return of_result(text, str(call_id or ""), name)
-    role = _ROLES.get(message.role)
-    if role is None:
-        known = ", ".join(sorted(role.value for role in (*_ROLES, MessageRole.TOOL)))
-        raise InvalidOption(
-            f"role {message.role.value!r} of a message is not supported; put its text into a "
-            f"message of one that is: {known}"
-        )
-    if role != "assistant":
-        return {"role": role, "content": text}
-    calls = [
+    calls = (
         ToolCall(block.tool_name, arguments_of(block.tool_kwargs), block.tool_call_id or "")
         for block in message.blocks
         if isinstance(block, ToolCallBlock)
-    ]
-    return of_calls(text, calls)
+    )
+    of_tool = message.additional_kwargs
+    return turn_of(
+        message.role.value, text, calls=calls, call_id=str(of_tool.get("tool_call_id") or ""),
+        name=of_tool.get("name"),
+    )  # fmt: skip
 
 
 def to_wrapper(template: str | PromptTemplate | None) -> PromptTemplate | None:

@@ -122,7 +122,7 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         copy = (kind or type(node)).model_construct(
             node.model_fields_set, **deepcopy(node.__dict__)
         )
-        copy.metadata.pop(KEY_FIELD, None)  # earlier releases wrote it into nodes
+        copy.metadata.pop(KEY_FIELD, None)  # of a record that LlamaIndex did not write
         if isinstance(copy, _ShownAsHandle):
             copy._engine, copy._on_miss = self._engine, self.on_miss
         return copy

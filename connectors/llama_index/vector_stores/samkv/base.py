@@ -297,11 +297,8 @@ def _where(filters: MetadataFilters | None) -> dict[str, Any] | None:
 def _without_keys(nodes: Sequence[BaseNode]) -> list[BaseNode]:
     """Remove the keys, which are internal, from nodes that a query has just made.
 
-    They are in the metadata of records that LlamaIndex did not write, or an earlier release wrote.
+    They are in the metadata of records that LlamaIndex did not write.
     """
     for node in nodes:
         node.metadata.pop(KEY_FIELD, None)
-        for excluded in (node.excluded_llm_metadata_keys, node.excluded_embed_metadata_keys):
-            if KEY_FIELD in excluded:
-                excluded.remove(KEY_FIELD)
     return list(nodes)
