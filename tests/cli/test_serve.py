@@ -112,9 +112,14 @@ def test_namespaces_have_equal_parts_of_the_memory(
     monkeypatch.setattr(run_module, "run", lambda source, *_: served.append(source))
     keys = Path("keys")
     keys.write_text("".join(f"sk-of-somebody-{n} {name}\n" for n, name in enumerate("aab")))
-    ran("serve", "--port", "0", "--api-keys", str(keys), "--prefix-bytes", "1MB")
-    ran("serve", "--port", "0", "--prefix-bytes", "1MB")
+    sizes = ("--prefix-bytes", "1MB", "--hot-bytes", "2000")
+    ran("serve", "--port", "0", "--api-keys", str(keys), *sizes)
+    ran("serve", "--port", "0", *sizes)
     assert [source.options["prefix_bytes"] for source in served] == [500_000, 1_000_000]
+    for source, n_bytes in zip(served, (1000, 2000), strict=True):
+        tenancy = source.tenancy()
+        engines = [tenancy.engine(tenant) for tenant in source.keys.tenants]
+        assert {engine.chunks.hot.max_bytes for engine in engines} == {n_bytes}
 
 
 @pytest.mark.parametrize(
