@@ -83,7 +83,7 @@ def read_questions(path: Path) -> list[Question]:
             if not _is_list(answers, str | int | float):
                 raise TypeError("answers must be a list of texts")
             if not _is_list(documents, str) or not all(text.strip() for text in documents):
-                raise TypeError("documents must be a list of texts, those of cached chunks")
+                raise TypeError("documents must be a list of strings, the texts of the chunks")
             for text in (question, *documents):
                 text.encode()  # JSON allows half a surrogate pair, which is no text
         except (ValueError, TypeError, RecursionError) as error:

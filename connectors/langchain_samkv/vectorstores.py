@@ -132,9 +132,9 @@ class SamKVChroma(Chroma):
         cache_existing: bool = False,
         show_progress: bool = False,
     ) -> None:
+        check_name(collection_name)  # before the model is loaded
         self.show_progress = show_progress
         self._engine = EngineRef.of(llm, engine).engine
-        check_name(collection_name)
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
             super().__init__(
                 collection_name=collection_name, embedding_function=embedding_function,

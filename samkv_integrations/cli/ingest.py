@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -100,6 +101,7 @@ def ingest(
     from samkv_integrations.cluster import ModelSource, add_on_ray
     from samkv_integrations.embedding import HashingEmbedding
 
+    began = time.perf_counter()
     check_name(collection)
     pool = ray_pool(on_ray, "worker", ray_address, workers, worker_cpus, worker_gpus)
     folder, database = index.folder, index.database
@@ -168,7 +170,9 @@ def ingest(
         lines = [
             f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
             f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
-            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added",
+            f"{formatting.seconds(time.perf_counter() - began)}, of which "
+            f"{formatting.seconds(done.seconds)} to cache the chunks; "
+            f"{formatting.size(done.bytes_on_disk)} added",
         ]
         if done.n_released:
             lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")

@@ -337,7 +337,7 @@ def ray_pool(
     on_ray: bool, kind: str, address: str | None, number: int | None, n_cpus: int | None,
     n_gpus: float | None,
 ) -> WorkerPool | None:  # fmt: skip
-    """The processes on Ray; None without ``--ray``. kind: what the options call one.
+    """The pool of Ray processes; None without ``--ray``. kind: ``worker`` or ``replica``.
 
     Raises:
         InvalidOption: an option has no effect without ``--ray``, or a wrong value.

@@ -159,4 +159,6 @@ def _keys_text(file: Path | None) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"--api-keys {file} cannot be read: {error}") from error
+        raise InvalidOption(
+            f"--api-keys {file} cannot be read ({error}); give a file with a key in each line"
+        ) from error

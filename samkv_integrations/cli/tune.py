@@ -48,8 +48,8 @@ def tune(
     if len(asked) < LEAST_QUESTIONS:
         raise EmptyInput(
             f"{questions} has {count(len(asked), 'different question')} with gold answers, and "
-            f"{LEAST_QUESTIONS} are needed, three to choose a setting and two to check it; give "
-            'more, each with "answers"'
+            f"{LEAST_QUESTIONS} are needed (3 to choose a setting, 2 to check it); add lines with "
+            '"question" and "answers"'
         )
     random.Random(0).shuffle(asked)
     opened = index.database.collection(collection)

@@ -9,16 +9,17 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.cluster.workers import WorkerPool, reason_in
+from samkv_integrations.engine.chunks import progress_bar
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import batches
 from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption
@@ -112,8 +113,8 @@ def cache_on_ray(
         n_told = n_complete
 
     sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
-    n_missed = n_cached = sum(len(group) for _, group in work)
-    with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
+    n_cached = sum(len(group) for _, group in work)
+    with progress_bar(chain.from_iterable(group for _, group in work), is_shown=progress) as bar:
         texts_of = [[ref.text for ref in group] for _, group in work]
         results = _by_workers(pool, (sent, engine.key_of(PROBE), pool.n_cpus), texts_of)
         for (page, group), result in zip(work, results, strict=True):
@@ -121,7 +122,7 @@ def cache_on_ray(
             for at, why in pickle.loads(result["failed"]).items():
                 n_cached -= 1
                 failed |= dict.fromkeys(places_of[group[at].key], why)
-            bar.update(len(group))
+            bar.update(sum(len(ref.token_ids) for ref in group))
     tell(len(pages))
     n_records = len(refs) - len(failed)
     return ClusterIngest(
@@ -170,18 +171,19 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
-                f"{name} is loaded in this process, and workers load their own; give model_name"
+                f"{name} is an object of this process; workers load the model: give model_name"
             )
     if source.kv_dir is None:
         raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")
     if not pool.n_gpus and source.device_map not in (None, "auto", "cpu"):
         raise InvalidOption(
-            f"device {source.device_map!r} for workers without a GPU; say how many each has"
+            f"device {source.device_map!r}, but workers have no GPU; give --worker-gpus 1, "
+            "in Python WorkerPool(n_gpus=1)"
         )
     if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(torch.device("cpu")):
         raise InvalidOption(
-            "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
-            "bfloat16 or float32"
+            "dtype='auto' may choose another dtype on the workers' GPUs than on this machine; give "
+            "'bfloat16' or 'float32'"
         )
     return source.model_copy(
         update={

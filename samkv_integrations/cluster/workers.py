@@ -114,5 +114,5 @@ class WorkerPool:
             why = (str(error).strip().splitlines() or [repr(error)])[0]
             raise InvalidOption(
                 f"there is no Ray cluster at {self.address or 'this machine'!r} ({why}); start one "
-                "with 'ray start --head', or leave the address out for one of this process"
+                "with 'ray start --head', or leave the address out to start one here"
             ) from error

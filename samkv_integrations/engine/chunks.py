@@ -149,6 +149,18 @@ def hot_budget(model: Model, hot_bytes: int | None) -> int:
     return default if hot_bytes is None else hot_bytes
 
 
+def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
+    """A bar on standard error that counts the tokens of the ``missed`` chunks, each chunk once.
+
+    It shows tokens a second and the time left. There is none if no chunk is missed.
+    """
+    lengths = {ref.key: len(ref.token_ids) for ref in chunks if ref.state == "missed"}
+    return tqdm(
+        total=sum(lengths.values()), desc="caching chunks", unit=" tokens", unit_scale=True,
+        disable=not (is_shown and lengths),
+    )  # fmt: skip
+
+
 class Chunks:
     """The chunks of one model in one store. Thread-safe.
 
@@ -354,7 +366,8 @@ class Chunks:
     def cache(self, texts: Sequence[str], *, progress: bool = False) -> list[ChunkRef]:
         """As `Engine.cache_chunks`; returns the chunks, of which the ``missed`` were computed."""
         found = self.look_up(self.agree(self.refer(texts, must_fit=True)))
-        self.compute(found, progress=progress)
+        with progress_bar(found, is_shown=progress) as bar:
+            self.compute(found, on_written=bar.update)
         self._prepared.add(ref.key for ref in found)
         return found
 
@@ -362,15 +375,14 @@ class Chunks:
         self,
         chunks: Sequence[ChunkRef],
         *,
-        progress: bool = False,
-        on_written: Callable[[], object] = lambda: None,
+        on_written: Callable[[int], object] = lambda n_tokens: None,
         since: int | None = None,
     ) -> None:
         """Compute the ``missed`` chunks, several a pass, and store their caches.
 
         One that was released within the last minute is stored again instead, unless ``since``.
 
-        progress: show a progress bar. on_written: called after each cache is stored.
+        on_written: called with a chunk's number of tokens, after its cache is stored.
         since: store none if something was deleted since, see `deletions`; None to store all.
 
         The ``cached`` ones count as just used; one whose file is gone is computed, too.
@@ -387,18 +399,13 @@ class Chunks:
         for key in {ref.key for ref in chunks} - missed.keys():
             self.store.touch(key, self.fingerprint)
         fingerprint, is_same_model = self.while_computing()
-        with (
-            tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
-            ThreadPoolExecutor(_WRITERS) as writers,
-        ):
-            written: Iterator[None] = iter(())
+        with ThreadPoolExecutor(_WRITERS) as writers:
+            written: Iterator[int] = iter(())
             try:
                 for key, ref in list(missed.items()) if since is None else ():
                     if (cache := self._released.take(key, fingerprint)) is not None:
-                        self.keep(None, replace(cache, text=ref.text))
+                        on_written(self.keep(None, replace(cache, text=ref.text)))
                         del missed[key]
-                        bar.update()
-                        on_written()
                 if missed:
                     of_prefix = partial(self._entries_before, fingerprint, is_same_model)
                     before = self._run(of_prefix)
@@ -409,13 +416,11 @@ class Chunks:
                             "the model changed while chunks were being cached, and what it was "
                             "computing is not kept; cache them again once it stays as it is"
                         )
-                    for _ in written:  # of the batch before, while this one was computed
-                        bar.update()
-                        on_written()
+                    for n_tokens in written:  # of the batch before, while this one was computed
+                        on_written(n_tokens)
                     written = writers.map(partial(self.keep, since), caches)
-                for _ in written:
-                    bar.update()
-                    on_written()
+                for n_tokens in written:
+                    on_written(n_tokens)
             except BaseException:  # an interruption does not wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise
@@ -483,13 +488,14 @@ class Chunks:
             return found
         return -1
 
-    def keep(self, since: int | None, cache: ChunkCache) -> None:
-        """Store a cache, unless something was deleted since, see `deletions`."""
+    def keep(self, since: int | None, cache: ChunkCache) -> int:
+        """Store a cache, unless something was deleted since; returns the chunk's tokens."""
         if since is None:
             self.store.put(cache)
-            return
-        with suppress(CacheMiss):
-            self.store.put(cache, unless_deleted_since=since)
+        else:
+            with suppress(CacheMiss):
+                self.store.put(cache, unless_deleted_since=since)
+        return len(cache.token_ids)
 
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used, and which it missed."""

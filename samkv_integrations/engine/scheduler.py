@@ -394,7 +394,7 @@ class Scheduler:
         thread.mail.put(None)
 
     def finish_idle(self) -> None:
-        """Run now all work that waits for idle time."""
+        """Run the work that was postponed to idle time, and return when all of it is done."""
         thread = self._running_thread()
         self.run(lambda: thread.do_idle(lambda: None, most=len(thread.idle)))
 

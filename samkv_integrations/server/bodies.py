@@ -325,7 +325,7 @@ class AskedInChat(Asked):
 
     @property
     def form(self) -> ResponseFormat | None:
-        """The form of the answer, if the client names one."""
+        """The requested format: text, JSON object or JSON schema; None if none was given."""
         raise NotImplementedError
 
     @property

@@ -21,7 +21,6 @@ from samkv_integrations.errors import (
     Overloaded,
 )
 from samkv_integrations.server.bodies import Body
-from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import BoundedRoute, Service
 
 MAX_TEXTS = 1024
@@ -123,7 +122,7 @@ def router(service: Service) -> APIRouter:
         cached.
         """
         engine = await service.engine(request.state.tenant)
-        return CachedChunks(data=await in_turn(_cache, engine, body.texts))
+        return CachedChunks(data=await in_turn(_cache, service, engine, body.texts))
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
@@ -143,14 +142,14 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk]:
+def _cache(service: Service, engine: Engine, texts: Sequence[str]) -> list[CachedChunk]:
     """Cache the texts. Raises Failure for the first one that can have no cache."""
     chunks, refs = engine.chunks, list[ChunkRef]()
     for place, text in enumerate(texts):
         try:
             refs += chunks.refer([text], must_fit=True)
         except (InvalidChunk, InvalidOption) as error:
-            failure = Failure.of(error)
+            failure = service.failure(error)
             failure.param = f"texts.{place}"
             failure.message = f"{failure.param}: {failure.message}; no text was cached"
             raise failure from error

@@ -80,7 +80,7 @@ class _Parts:
     """The text and the calls of one answer. calls: complete once the text is."""
 
     def __init__(self, body: Asked, use: ToolUse | None) -> None:
-        self._shown = ShownText(use)
+        self._shown, self._is_forced = ShownText(use), use is not None and bool(use.forced)
         is_parallel = not isinstance(body, AskedInChat) or body.parallel_tool_calls
         self._most_calls = None if is_parallel else 1
         self.calls: tuple[ToolCall, ...] = ()
@@ -98,9 +98,11 @@ class _Parts:
             yield text
 
     def _rest(self) -> str:
-        rest, found = self._shown.rest()
+        _, found = self._shown.rest()
         self.calls = found.calls[: self._most_calls]
-        return rest + "".join(found.broken)
+        if self._is_forced:  # a call that max_tokens cut is no text
+            return ""
+        return found.full_text[len(self._shown.text) :]
 
 
 class _Writer:

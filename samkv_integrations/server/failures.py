@@ -93,8 +93,8 @@ class Failure(HTTPException):
         self.type, self.code, self.param = type, code, param
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """The response to an exception.
+    def of(cls, error: Exception, names: tuple[str, str] | None = None) -> Failure:
+        """The response to an exception. names: the model's own, which may be a path, and clients'.
 
         Messages of a `SamkvError` are shown, except the store's. The message of an unexpected
         exception is not even logged, because it may hold a prompt.
@@ -116,6 +116,8 @@ class Failure(HTTPException):
         if isinstance(error, StoreError):
             return cls(status, _STORE, type=kind, code=code, cause=str(error))
         message = _TOO_LATE if isinstance(error, TimedOut) else str(error)
+        if names is not None:
+            message = message.replace(repr(names[0]), repr(names[1]))
         named = _FIELD.match(message) if status == 400 else None
         param = (named[1] or named[2]) if named else None
         return cls(

@@ -46,16 +46,6 @@ def test_ask_retrieves_from_a_server(town: Path, server: str) -> None:
                                                     "--chroma", server)  # fmt: skip
 
 
-def test_the_store_is_kept_in_line_with_a_servers_records(town: Path, server: str) -> None:
-    ran("ingest", str(town), "--collection", "kept", "--chroma", server)
-    files = sorted(Path(".samkv/kv").rglob("*.safetensors"))
-    for file in files[:2]:
-        file.unlink()
-    of_server = ("--collection", "kept", "--chroma", server)
-    (done,) = rows_of("store", "sync", *of_server)
-    assert (done["n_records"], done["n_cached"]) == (len(RECORDS), 2)
-
-
 @pytest.mark.parametrize(
     "command", ["ask x", "inspect x", "serve --port 0 --collection notes", "store sync"]
 )
@@ -90,14 +80,3 @@ async def test_a_replica_asks_one_client_for_all_its_questions(
             assert found["samkv"]["reused"] == 3
             assert {source["text"] for source in found["sources"]} < {*TEXTS}
     assert len(made) == 1
-
-
-async def test_a_server_that_ends_is_the_services_fault(
-    town: Path, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran("ingest", str(town), "--collection", "gone")
-    app = source_on(f"http://127.0.0.1:{free_port()}", "gone").replica()
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        reply = await client.post("/v1/samkv/ask", json={"question": QUESTION})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "store_error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +21,10 @@ from tests.support.records import RECORDS
 
 
 def test_ingest_prefills_once(town: Path) -> None:
-    shown = ran("ingest", str(town))
+    result = run("ingest", str(town))
+    shown, bar = result.stdout, result.stderr
     assert "6 files, 6 chunks" in shown and "6 prefilled by builtin, 0 already cached" in shown
+    assert re.search(r"caching chunks: 100%.* (\d+)/\1 .* tokens/s", bar)
     assert "0 prefilled by builtin, 6 already cached" in ran("ingest", str(town))
     (row,) = rows_of("ingest", str(town))
     assert (row["files"], row["n_records"], row["n_cached"], row["n_hit"]) == (6, 6, 0, 6)
@@ -210,18 +213,6 @@ def test_the_records_of_documents_that_are_all_emptied_go(town: Path, tiny: str)
     assert "no text" in error_of("ingest", str(one), "--collection", "new")
     names = Database(Path(".samkv/chroma")).names()
     assert names == ["documents"]
-
-
-def test_a_namespace_of_its_own(town: Path) -> None:
-    """Each has its caches, and neither finds the other's."""
-    folder, name = str(town), ("--collection", "letters")
-    (row,) = rows_of("ingest", folder, *name, "--namespace", "tenant-8")
-    assert row["n_cached"] > 0
-    question = f"How many people work at {RECORDS[0].name}?"
-    asked = ("ask", question, *name, "--method", "reuse")
-    (answered,) = rows_of(*asked, "--namespace", "tenant-8")
-    assert answered["found"] > 0 and answered["chunk_misses"] == {}
-    assert "--namespace" in error_of("store", "sync", *name)
 
 
 # -- on Ray, as far as it needs none ------------------------------------------------------------

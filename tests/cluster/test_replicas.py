@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.cluster.serve import Replicas, without_request_id
-from samkv_integrations.cluster.workers import WorkerPool
+from samkv_integrations.cluster.serve import without_request_id
 from samkv_integrations.engine.options import EngineOptions
 from samkv_integrations.engine.scheduler import Limits
 from samkv_integrations.errors import InvalidOption
@@ -84,14 +83,6 @@ def test_a_folder_that_is_not_on_the_machine_of_a_replica(tmp_path: Path, tiny: 
     with pytest.raises(InvalidOption, match="does not exist here"):
         source_in(tmp_path / "elsewhere", tiny).replica()
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_ray_takes_what_it_is_told() -> None:
-    """Ray checks names and values of options itself."""
-    serve = pytest.importorskip("ray.serve", reason="the extra 'ray' is not installed")
-    options = Replicas(pool=WorkerPool(), n_waiting=0, grace_s=0).deployment_options()
-    made = serve.deployment(name="replica", **options)(type("Answering", (), {}))
-    assert made.max_ongoing_requests == options["max_ongoing_requests"]
 
 
 @pytest.mark.parametrize(

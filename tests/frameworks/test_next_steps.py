@@ -17,7 +17,7 @@ import samkv_integrations.llm.engine_args as engine_args
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from tests.support.models import tiny_model
@@ -74,12 +74,6 @@ def test_what_is_for_a_folder_needs_one(kind: Any, tmp_path: Path) -> None:
     assert llm.engine.store.index.budget()[0] == 20 * 10**9
     with pytest.raises(InvalidOption, match="max_bytes='20GX'; give a number of bytes"):
         kind(model_name="builtin", kv_dir=tmp_path / "kv", max_bytes="20GX")
-
-
-@pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])
-def test_the_dtype_of_transformers_has_another_name(kind: Any) -> None:
-    with pytest.raises(UnknownOption, match="'torch_dtype' is no argument of .*: give dtype"):
-        kind(model_name="builtin", torch_dtype="float32")
 
 
 @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])

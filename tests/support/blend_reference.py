@@ -336,6 +336,8 @@ def assert_entries(cache: DenseCache, entries: list[list[Entry]]) -> None:
 def assert_equal(done: Blended, expected: Reference, case: Case) -> None:
     torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
     assert torch.equal(done.plan.kept, case.keep)
+    for of_layer in done.plan.layers:  # the attention of a row that sees nothing would be NaN
+        assert all(bool((mask == 0).any(-1).all()) for mask in of_layer.masks.values())
     assert_entries(done.cache, expected.entries)
 
 

@@ -341,7 +341,8 @@ class ChunkFile:
         except BAD_JSON as error:
             raise self._corrupt("header") from error
         if isinstance(version, str) and version != str(FORMAT_VERSION):
-            raise CacheMiss("format", f"{self._path}: version {version[:20]}, not {FORMAT_VERSION}")
+            detail = f"file of version {version[:20]}, this release reads {FORMAT_VERSION}"
+            raise CacheMiss("format", f"{self._path}: {detail}")
         self._check([self._header], [0], "header")
         # The MAC is right, so this code has written the header.
         self.key = said["key"]

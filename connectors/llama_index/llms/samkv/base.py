@@ -375,7 +375,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
-        """Like `chat`, in responses as those of `stream_complete`."""
+        """Like `chat`, but streams: each response has the new text (``delta``) and all so far."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
         return to_chats(self._deltas(self._run(prompt, kwargs), kwargs), use)
 

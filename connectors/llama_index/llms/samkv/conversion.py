@@ -156,7 +156,6 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
     The message holds no report, because LlamaIndex writes the kwargs of messages into prompts.
     """
     found = ToolAnswer(response.text) if use is None else use.read(response.text)
-    broken = "".join(found.broken)
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in found.calls
@@ -164,7 +163,7 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
     return ChatResponse(
         message=ChatMessage(
             role=MessageRole.ASSISTANT,
-            blocks=[TextBlock(text=found.text + broken), *calls],
+            blocks=[TextBlock(text=found.full_text), *calls],
             # LlamaIndex's programs look for calls here
             additional_kwargs={"tool_calls": [call.model_dump() for call in calls]}
             if calls
