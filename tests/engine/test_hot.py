@@ -20,11 +20,14 @@ from samkv_integrations.cache.files import chunk_file
 from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.cache.formats.quantise import STORE_BITS
 from samkv_integrations.cache.hot import HotChunk
+from samkv_integrations.engine import scheduler
 from samkv_integrations.engine.blend import Blend
+from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.laws.test_device import DEVICE, OnThisThread
+from tests.support import beginnings
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -218,6 +221,25 @@ def test_another_model_or_namespace_has_chunks_of_its_own(hot: Engine, tmp_path:
     assert reused(engine) == 0 and engine.chunks.hot.n_bytes == 0
 
 
+@pytest.mark.beginnings
+def test_exact_beginnings_are_hot_too_until_anything_is_deleted(tmp_path: Path) -> None:
+    engine = beginnings.opened(tmp_path, hot_bytes=ROOM)
+    engine.cache_chunks([*beginnings.CHUNKS, *CHUNKS])
+    prompt = beginnings.prompt_of(beginnings.CHUNKS)
+
+    def ask(n_new: int = 1) -> Report:
+        report = engine.generate(prompt, max_new_tokens=n_new).report
+        engine.make_beginnings()
+        return report
+
+    reports = [ask() for _ in range(4)]
+    assert [report.exact_tokens > 0 for report in reports] == [False, False, True, True]
+    assert reports[-1].bytes_read == 0
+    elsewhere(lambda: ChunkStore(tmp_path).delete(engine.key_of(CHUNKS[0])))
+    after = ask()
+    assert (after.exact_tokens, after.reused, after.bytes_read) == (0, 2, 0)
+
+
 def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     engine = engine_on(tmp_path)
     engine.cache_chunks(CHUNKS)
@@ -320,4 +342,20 @@ def test_a_device_without_memory_frees_the_chunks_and_tries_again(
     with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer; retrieve few"):
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
     assert "".join(goes_on).startswith(expected)
+    assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
+
+
+def test_a_device_without_memory_for_a_step_fails_its_answers_alone(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text
+
+    def full(*_: object) -> Tensor:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(scheduler, "decode", full)
+    with pytest.raises(OutOfMemory):
+        hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
+    assert hot.chunks.hot.n_bytes == 0
     assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
