@@ -1,7 +1,7 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the fields of both frameworks' LLMs (`samkv_integrations.llm.fields`), the flags of
-an engine's options (`samkv_integrations.cli.arguments`) and the tables of the API reference. The
+From here come the flags of an engine's options (`samkv_integrations.cli.arguments`), the tables of
+the API reference, and the descriptions of the LLMs' fields (`samkv_integrations.llm.fields`). The
 code that uses an option reads it from `Engine`'s arguments or from `AnswerSettings`, which repeat
 its name and default. The options of sampling are declared where they are used, in
 `samkv_integrations.model.sampling`.
@@ -171,10 +171,6 @@ class CacheOptions(TypedDict, total=False):
         ),
     ]  # fmt: skip
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
-
-
-class SourceOptions(ModelOptions, StoreOptions, CacheOptions, total=False):
-    """What chunk caches are made with."""
 
 
 class OwnEngineOptions(TypedDict, total=False):

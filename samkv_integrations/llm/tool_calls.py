@@ -250,6 +250,11 @@ def with_tools(
     return Chat(prompt, use.tools), use
 
 
+def parts_of(text: str, use: ToolUse | None) -> ToolAnswer:
+    """The parts of a complete answer; without tools it is text."""
+    return ToolAnswer(text) if use is None else use.read(text)
+
+
 class ShownText:
     """Streams the text of an answer, and holds back what may be a call of a tool.
 
@@ -270,7 +275,7 @@ class ShownText:
 
     def rest(self) -> tuple[str, ToolAnswer]:
         """The text that was held back, and the parts of the complete answer."""
-        found = ToolAnswer(self._text) if self._use is None else self._use.read(self._text)
+        found = parts_of(self._text, self._use)
         return found.text[len(self.text) :], found
 
 

@@ -20,11 +20,9 @@ from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.bodies import (
     Asked,
     AskedInChat,
-    ChatCompletion,
     ChatRequest,
-    Completion,
     CompletionRequest,
-    ResponseBody,
+    OpenAIAnswer,
     ResponseRequest,
     with_stream,
 )
@@ -41,20 +39,20 @@ def router(service: Service) -> APIRouter:
     """The routes of OpenAI's API that answer."""
     routes = APIRouter(prefix="/v1", tags=["completions"], route_class=BoundedRoute)
 
-    @routes.post(
-        "/chat/completions", response_model=None, responses=with_stream(ChatCompletion, _CHUNKS)
-    )
+    chunked = with_stream(OpenAIAnswer, _CHUNKS)
+
+    @routes.post("/chat/completions", response_model=None, responses=chunked)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template."""
         turns = [message.turn for message in body.messages]
         return await answered(request, body, turns, _Writer)
 
-    @routes.post("/completions", response_model=None, responses=with_stream(Completion, _CHUNKS))
+    @routes.post("/completions", response_model=None, responses=chunked)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, without a chat template."""
         return await answered(request, body, body.prompt, _Writer)
 
-    @routes.post("/responses", response_model=None, responses=with_stream(ResponseBody, _EVENTS))
+    @routes.post("/responses", response_model=None, responses=with_stream(OpenAIAnswer, _EVENTS))
     async def respond(body: ResponseRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template. Nothing is stored."""
         return await answered(request, body, body.turns, _ResponseWriter)
@@ -214,7 +212,7 @@ class _ResponseWriter:
         at = place | {"item_id": self._item, "content_index": 0}
         number = 0
 
-        def event(name: str, /, **data: Any) -> dict[str, Any]:  # noqa: ANN401
+        def event(name: str, /, **data: Any) -> dict[str, Any]:
             nonlocal number
             number += 1
             return {"type": f"response.{name}", "sequence_number": number - 1, **data}

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.request import Request, urlopen
 
 import pytest
 
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.server import run as run_module
+from samkv_integrations.server import tenancy as tenancy_module
 from tests.cli.running import error_of, ran
 from tests.support.records import RECORDS
 
@@ -89,18 +91,18 @@ def test_it_answers_from_what_was_ingested_and_ends_what_it_began(documents: Pat
 def test_namespaces_have_equal_parts_of_the_memory(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[run_module.ServerSource] = []
-    monkeypatch.setattr(run_module, "run", lambda source, *_: served.append(source))
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_module, "run", lambda *_: None)
+    monkeypatch.setattr(
+        tenancy_module, "Tenancy", lambda *_, **options: served.append(options) or MagicMock()
+    )
     keys = Path("keys")
     keys.write_text("".join(f"sk-of-somebody-{n} {name}\n" for n, name in enumerate("aab")))
     sizes = ("--prefix-bytes", "1MB", "--hot-bytes", "2000")
     ran("serve", "--port", "0", "--api-keys", str(keys), *sizes)
     ran("serve", "--port", "0", *sizes)
-    assert [source.options["prefix_bytes"] for source in served] == [500_000, 1_000_000]
-    for source, n_bytes in zip(served, (1000, 2000), strict=True):
-        tenancy = source.tenancy()
-        engines = [tenancy.engine(tenant) for tenant in source.keys.tenants]
-        assert {engine.chunks.hot.max_bytes for engine in engines} == {n_bytes}
+    assert [options["prefix_bytes"] for options in served] == [500_000, 1_000_000]
+    assert [options["hot_bytes"] for options in served] == [1000, 2000]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,7 @@ def test_namespaces_have_equal_parts_of_the_memory(
         (("--timeout", "0"), "--timeout 0"),
         (("--model", "nowhere/at-all"), "nowhere/at-all"),
         (("--namespace", "\udcff"), "namespace"),
+        (("--ray",), "'serve --ray' was removed; start several servers behind a load balancer"),
     ],
 )
 def test_what_it_does_not_begin_with(

@@ -145,18 +145,6 @@ class TestCacheTransform:
         with pytest.raises(InvalidOption, match="use the one that was pickled"):
             travelled([TextNode(text=ASKED.text)])
 
-    def test_plain_arguments_load_a_model_over_the_folder(
-        self, corpus: Corpus, tmp_path: Path
-    ) -> None:
-        model, folder = corpus.engine.model, tmp_path / "kv"
-        transform = SamKVCacheTransform(
-            model_name="builtin", dtype=model.dtype_name, kv_dir=folder, namespace="town",
-            store_bits=8,
-        )  # fmt: skip
-        transform([TextNode(text=ASKED.text)])
-        store = ChunkStore(folder, namespace="town")
-        assert Engine(model, store, store_bits=8).is_cached(ASKED.text)
-
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
