@@ -68,7 +68,7 @@ class HotChunks:
     @property
     def n_bytes(self) -> int:
         """Of the caches that are held, wherever they are."""
-        return sum(cache.n_bytes for _, cache in [*self._held.values()])
+        return sum(file.layout.size for file, _ in [*self._held.values()])
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -118,12 +118,12 @@ class HotChunks:
         free = {"cpu": self.max_bytes, "cuda": self.max_bytes}
         for place, (file, cache) in reversed([*self._held.items()]):
             was = where = cache.entries.device.type
-            if free[where] < cache.n_bytes:
+            if free[where] < file.layout.size:
                 where = "cpu"
-            if free[where] < cache.n_bytes:
+            if free[where] < file.layout.size:
                 del self._held[place]
                 continue
-            free[where] -= cache.n_bytes
+            free[where] -= file.layout.size
             if where != was:
                 self._held[place] = file, self._on(_HOST, cache)
 

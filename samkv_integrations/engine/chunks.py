@@ -107,7 +107,7 @@ class ReleasedCaches:
             if n_cleared != self.n_cleared:
                 return False
             held = [*self._caches.values(), cache]
-            if sum(each.n_bytes for each in held) > RELEASED_BYTES:
+            if sum(each.entries.nbytes + each.key_range.nbytes for each in held) > RELEASED_BYTES:
                 return False
             self._caches[cache.key] = cache
             if self._timer is None:

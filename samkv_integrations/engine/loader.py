@@ -275,7 +275,8 @@ class Context:
     ) -> Tensor:  # fmt: skip
         """What was read, on a device, with what hot chunks hold in their places of ``dim``."""
         if not held:
-            return read.to(device, non_blocking=self._is_pinned)
+            is_here = read.device == device
+            return read if is_here else read.to(device, non_blocking=self._is_pinned)
         parts = [
             held[index] if index in held else read.narrow(dim, place.start, len(place))
             for index, place in enumerate(places)

@@ -98,9 +98,11 @@ def test_namespaces_have_equal_parts_of_the_memory(
     )
     keys = Path("keys")
     keys.write_text("".join(f"sk-of-somebody-{n} {name}\n" for n, name in enumerate("aab")))
-    ran("serve", "--port", "0", "--api-keys", str(keys), "--prefix-bytes", "1MB")
-    ran("serve", "--port", "0", "--prefix-bytes", "1MB")
+    sizes = ("--prefix-bytes", "1MB", "--hot-bytes", "2000")
+    ran("serve", "--port", "0", "--api-keys", str(keys), *sizes)
+    ran("serve", "--port", "0", *sizes)
     assert [options["prefix_bytes"] for options in served] == [500_000, 1_000_000]
+    assert [options["hot_bytes"] for options in served] == [1000, 2000]
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,14 @@ from samkv_integrations.cache.files import chunk_file
 from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.cache.formats.quantise import STORE_BITS
 from samkv_integrations.cache.hot import HotChunk
+from samkv_integrations.engine import scheduler
 from samkv_integrations.engine.blend import Blend
+from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.laws.test_device import DEVICE, OnThisThread
+from tests.support import beginnings
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -160,12 +163,18 @@ def test_a_deletion_while_a_question_reads_is_final(
 
 def test_questions_and_deletions_by_two_processes_at_once(tmp_path: Path) -> None:
     engine, ends = engine_on(tmp_path), threading.Event()
-    told: list[tuple[float, int]] = []
+    told: list[tuple[float, float, int]] = []
 
     def ask() -> None:
         while not ends.is_set():
-            began = time.monotonic()
-            told.append((began, reused(engine)))
+            began, n_reused = time.monotonic(), reused(engine)
+            told.append((began, time.monotonic(), n_reused))
+
+    def wait() -> float:
+        n_told = len(told)
+        while len(told) < n_told + 6:
+            time.sleep(0.005)
+        return time.monotonic()
 
     asking = [threading.Thread(target=ask) for _ in range(3)]
     gone: list[tuple[float, float]] = []
@@ -174,20 +183,17 @@ def test_questions_and_deletions_by_two_processes_at_once(tmp_path: Path) -> Non
         thread.start()
     try:
         for _ in range(6):
-            n_told = len(told)
-            while len(told) < n_told + 6:
-                time.sleep(0.005)
+            wait()
             delete_elsewhere(engine)
-            deleted = time.monotonic()
-            assert reused(engine) == 0
-            gone.append((deleted, time.monotonic()))
+            gone.append((time.monotonic(), wait()))
             engine.cache_chunks(CHUNKS)
     finally:
         ends.set()
         for thread in asking:
             thread.join()
-    assert any(n for _, n in told)
-    assert not [n for began, n in told if n and any(a <= began <= b for a, b in gone)]
+    assert any(n for *_, n in told)
+    between = [n for began, ended, n in told if any(a <= began and ended <= b for a, b in gone)]
+    assert len(between) >= 6 and not any(between)
 
 
 @pytest.mark.parametrize("keeps_time", [False, True])
@@ -213,6 +219,25 @@ def test_another_model_or_namespace_has_chunks_of_its_own(hot: Engine, tmp_path:
     with torch.no_grad():
         hf.model.layers[0].self_attn.k_proj.weight[3, 5] += 9
     assert reused(engine) == 0 and engine.chunks.hot.n_bytes == 0
+
+
+@pytest.mark.beginnings
+def test_exact_beginnings_are_hot_too_until_anything_is_deleted(tmp_path: Path) -> None:
+    engine = beginnings.opened(tmp_path, hot_bytes=ROOM)
+    engine.cache_chunks([*beginnings.CHUNKS, *CHUNKS])
+    prompt = beginnings.prompt_of(beginnings.CHUNKS)
+
+    def ask(n_new: int = 1) -> Report:
+        report = engine.generate(prompt, max_new_tokens=n_new).report
+        engine.make_beginnings()
+        return report
+
+    reports = [ask() for _ in range(4)]
+    assert [report.exact_tokens > 0 for report in reports] == [False, False, True, True]
+    assert reports[-1].bytes_read == 0
+    elsewhere(lambda: ChunkStore(tmp_path).delete(engine.key_of(CHUNKS[0])))
+    after = ask()
+    assert (after.exact_tokens, after.reused, after.bytes_read) == (0, 2, 0)
 
 
 def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
@@ -268,23 +293,24 @@ def test_chunks_that_are_used_again_are_on_the_device(
     on_cpu.cache_chunks(CHUNKS)
     asked = {"follow": FOLLOW[:2], "method": method}
     expected = on_cpu.logits(TWICE, CHUNKS, **asked)
-    n_waits = {}
+    n_waits, size = {}, on_cpu.store.stats().bytes
     with pretend_device() as device:
-        for room in (0, ROOM, 34_000):
+        for share in (0, 100, 0.8):  # of what all chunks take
+            room = int(share * size)
             engine = on_device(tmp_path, hot_bytes=room)
             for _ in range(3):
                 engine.logits(TWICE, CHUNKS, method="reuse")
             before = device.waits.total()
             found = engine.logits(TWICE, CHUNKS, **asked)
-            n_waits[room] = device.waits.total() - before
+            n_waits[share] = device.waits.total() - before
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
             if room:
                 with engine.resolve(TWICE, CHUNKS) as resolved:
                     assert all(isinstance(each, HotChunk) for each in resolved.opened)
                     assert all(isinstance(each.entries, OnDevice) for each in resolved.opened)  # type: ignore[attr-defined]
                 held = engine.chunks.hot.n_bytes
-                assert room == ROOM or room < held <= 2 * room  # on both
-    assert n_waits[ROOM] <= n_waits[0]
+                assert share == 100 or room < held <= 2 * room  # on both
+    assert n_waits[100] <= n_waits[0]
 
 
 class Full:
@@ -317,4 +343,20 @@ def test_a_device_without_memory_frees_the_chunks_and_tries_again(
     with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer; retrieve few"):
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
     assert "".join(goes_on).startswith(expected)
+    assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
+
+
+def test_a_device_without_memory_for_a_step_fails_its_answers_alone(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text
+
+    def full(*_: object) -> Tensor:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(scheduler, "decode", full)
+    with pytest.raises(OutOfMemory):
+        hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
+    assert hot.chunks.hot.n_bytes == 0
     assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected

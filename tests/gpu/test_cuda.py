@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.formats.quantise import (
     STORE_BITS,
     Entries,
@@ -20,6 +22,7 @@ from samkv_integrations.cache.formats.quantise import (
     groups,
     kernel_of,
 )
+from samkv_integrations.cache.hot import HotChunk
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
 from samkv_integrations.methods import METHODS, Method
@@ -100,6 +103,21 @@ def test_every_method_and_rule_runs(method: str, rule: str | None):
     asked = {"follow": FOLLOW, "method": method, "eviction": rule}
     expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
     torch.testing.assert_close(there.logits(PROMPT, CHUNKS, **asked), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("share", [0.8, 100])
+def test_hot_chunks_are_on_the_device_or_pinned(tmp_path: Path, share: float):
+    model, store = on_gpu("llama", torch.float32), ChunkStore(tmp_path)
+    cold = Engine(model, store, block_size=8, hot_bytes=0)
+    cold.cache_chunks(CHUNKS)
+    hot = Engine(model, store, block_size=8, hot_bytes=int(share * store.stats().bytes))
+    expected = cold.logits(PROMPT, CHUNKS, method="reuse")
+    for _ in range(4):
+        assert torch.equal(hot.logits(PROMPT, CHUNKS, method="reuse"), expected)
+    with hot.resolve(PROMPT, CHUNKS) as resolved:
+        assert all(isinstance(each, HotChunk) for each in resolved.opened)
+        assert all(each.entries.is_cuda for each in resolved.opened)  # type: ignore[attr-defined]
+    assert Engine(model, store).chunks.hot.max_bytes > 0
 
 
 @pytest.mark.parametrize("rule", ["none", "quest"])
