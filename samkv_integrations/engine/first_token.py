@@ -204,9 +204,8 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
 
     def plan_of(keep: Tensor, recompute: Tensor) -> PassPlan:
         return plan_pass(
-            layout, keep, recompute, devices=model.layer_devices, dtype=model.dtype,
-            n_held=choice.n_held, mixes=method.update is not overwrite,
-            weighs=method.attend is not None, windows=model.windows_within(layout.n_tokens),
+            model, layout, keep, recompute, n_held=choice.n_held,
+            mixes=method.update is not overwrite, weighs=method.attend is not None,
         )  # fmt: skip
 
     # Computed apart from the prompt's rotation: behind a prefix that the prompt does not have,

@@ -100,6 +100,9 @@ class Context:
             turns=[(of_pairs(cos), of_pairs(sin)) for cos, sin in rotation.turns],
             kinds=rotation.kinds,
         )
+        # the tokens of the layer that was last written; group, cos and sin of each, by rotation
+        self._tokens: Tensor | None = None
+        self._of_tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
         # of each chunk that threads read: a future for each `LAYERS_TOGETHER` layers
         self._coming: list[list[Future[None]]] = []
@@ -230,7 +233,9 @@ class Context:
         codes, device = self._codes[layer], self._devices[layer]
         if codes is None:
             if self._read:
-                codes = self._read[layer].to(device, non_blocking=self._is_pinned)
+                codes = self._read[layer]
+                if device.type != "cpu":
+                    codes = codes.to(device, non_blocking=self._is_pinned)
             else:  # nothing is loaded: all tokens are computed
                 shape = (self.layout.n_context, self.form.n_bytes)
                 codes = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -253,17 +258,35 @@ class Context:
         )  # fmt: skip
         return entries if len(tokens) == len(entries) else entries.select(tokens)
 
-    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, (n, G, D) each, of context tokens (n,) that were loaded.
+    def write(self, layer: int, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write rotated keys, and values, of context tokens (n,), into (n, G, D) each.
 
-        tokens: in order, on the layer's device.
+        What is written for tokens that were not loaded is undefined.
+
+        tokens: on the layer's device, in any order. Layers with the same tokens share the tensor.
         """
         if not len(tokens):
-            shape = (0, self.form.n_kv_heads, self.form.head_dim)
-            device = self._devices[layer]
-            empty = torch.empty(shape, dtype=self.form.dtype, device=device)
-            return empty, empty
-        return self.entries(layer, tokens).keys_and_values()
+            return
+        codes, key_range = self.stored(layer)
+        if tokens is not self._tokens:
+            self._tokens, self._of_tokens = tokens, {}
+        kind = self._turns.kinds[layer]
+        if kind not in self._of_tokens:
+            group = self._group_of_token[tokens.device].index_select(0, tokens)
+            cos, sin = (side.index_select(0, tokens) for side in self._turns.of(layer))
+            self._of_tokens[kind] = group, cos, sin
+        group, cos, sin = self._of_tokens[kind]
+        Entries(
+            form=self.form, codes=codes, rows=tokens, key_range=key_range, group=group, cos=cos,
+            sin=sin,
+        ).write(keys, values)  # fmt: skip
+
+    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, (n, G, D) each, of context tokens (n,), see `write`."""
+        shape = (2, len(tokens), self.form.n_kv_heads, self.form.head_dim)
+        keys, values = torch.empty(shape, dtype=self.form.dtype, device=tokens.device)
+        self.write(layer, tokens, keys, values)
+        return keys, values
 
     def release(self, layer: int) -> None:
         """Free the entries of a layer."""

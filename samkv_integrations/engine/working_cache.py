@@ -119,6 +119,12 @@ def room_for(n_entries: int, like: Tensor) -> Tensor:
     return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
 
 
+def rooms_for(n_entries: int, like: Tensor) -> Tensor:
+    """(2, n_entries, G, D): `room_for` keys, and for values."""
+    n_heads, size = like.shape[1:]
+    return like.new_empty(2, n_heads, n_entries, size).transpose(1, 2)
+
+
 def _attention(
     model: Model | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
     mask: Tensor | None = None,

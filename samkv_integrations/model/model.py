@@ -477,6 +477,13 @@ class Model:
             return 0
         return -n_rows % min(64, 1 << n_rows.bit_length() - 4)
 
+    def n_more_keys(self, n_keys: int) -> int:
+        """Entries of zeros that a pass attends to behind ``n_keys``, masked, for the same reason.
+
+        `attention` would copy all keys and values to add them.
+        """
+        return -n_keys % 64 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 0
+
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
         mask: Tensor | None, causal: bool, *, may_round: bool = False,

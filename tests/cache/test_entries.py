@@ -35,7 +35,7 @@ def test_logits_are_the_products_with_the_keys(bits: int, n_tokens: int) -> None
     entries, query = entries_of(n_tokens, bits), normal(3, HEADS, DIM)
     grouped = query.view(GROUPS, HEADS // GROUPS, DIM)
     for some in (entries, entries.select(torch.arange(0, n_tokens, 3))):
-        expected = torch.einsum("grd,ngd->grn", grouped, some.keys())
+        expected = torch.einsum("grd,ngd->grn", grouped, some.keys_and_values()[0])
         torch.testing.assert_close(some.logits(query), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -47,6 +47,7 @@ def test_keys_are_rounded_to_the_dtype_and_logits_are_not() -> None:
         form=form, codes=entries.codes, key_range=entries.key_range, group=entries.group,
         cos=entries.cos, sin=entries.sin,
     )  # fmt: skip
-    assert entries.keys().dtype == torch.bfloat16
-    torch.testing.assert_close(entries.keys().float(), exact.keys(), rtol=2**-8, atol=0)
+    keys, expected = entries.keys_and_values()[0], exact.keys_and_values()[0]
+    assert keys.dtype == torch.bfloat16
+    torch.testing.assert_close(keys.float(), expected, rtol=2**-8, atol=0)
     assert torch.equal(entries.logits(query), exact.logits(query))

@@ -103,7 +103,7 @@ def test_what_comes_back_is_within_half_a_step(
     entries, key_range = form.encode(keys, values)
     (key_range,) = key_range  # of the one group
     back_keys, back_values = there_and_back(form, keys, values)
-    assert (back_keys.dtype, back_values.dtype) == (torch.float32, dtype)
+    assert back_keys.dtype == back_values.dtype == torch.float32
     levels, keys, values = 2**bits - 1, transformed(keys), values.float()
     # of the arithmetic, a sum of up to 2 products a channel
     step, rounding = key_range[0].float(), 1e-6 * keys.abs().amax() + 2.0**-24
