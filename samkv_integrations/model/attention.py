@@ -81,7 +81,8 @@ def attention(
     more_rows, more_keys = _more(n_rows, n_keys, causal)
     if is_compiled and (more_rows or more_keys) and (is_explicit or n_rows >= _MANY_ROWS):
         query = F.pad(query, (0, 0, 0, more_rows))
-        key, value = (F.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
+        if more_keys:
+            key, value = (F.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
         if not causal:
             mask = query.new_ones(1, n_keys, dtype=torch.bool) if mask is None else mask
             is_bool = mask.dtype == torch.bool
@@ -139,8 +140,8 @@ def _more(n_rows: int, n_keys: int, causal: bool) -> tuple[int, int]:
     return -n_rows % 16 if n_rows > 16 else 0, more_keys
 
 
-_SCORES = 1 << 18
-"""Scores that are computed at a time, where that is done explicitly: they fit a core's cache."""
+_SCORES = 1 << 20
+"""Scores that are computed at a time, where that is done explicitly: they nearly fit a cache."""
 
 
 @cache
@@ -181,7 +182,7 @@ def _explicit_attention(
         grouped = query[:, :, rows].reshape(n_batch, n_kv_heads, -1, size)
         scores = (grouped @ key.mT).view(n_batch, n_heads, -1, n_keys)
         if score_cap is not None:
-            scores = torch.tanh(scores / score_cap) * score_cap
+            scores.div_(score_cap).tanh_().mul_(score_cap)
         seen = mask
         if causal:
             at = torch.arange(n_rows, device=query.device)[rows, None]
@@ -189,16 +190,16 @@ def _explicit_attention(
         elif mask is not None and mask.shape[-2] > 1:
             seen = mask[..., rows, :]
         if seen is not None and seen.dtype == torch.bool:
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores.masked_fill_(~seen, -torch.inf)
         elif seen is not None:
-            scores = scores + seen
+            scores.add_(seen)
         if sinks is not None:
             sink = sinks.view(1, -1, 1, 1).expand(n_batch, -1, scores.shape[2], 1)
             scores = torch.cat((scores, sink.to(scores.dtype)), -1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :n_keys]
+        weights = scores.softmax(-1)[..., :n_keys]  # sums are float32
         output = weights.reshape(n_batch, n_kv_heads, -1, n_keys) @ value
         outputs.append(output.view(n_batch, n_heads, -1, size))
-    return torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 # -- steps of one answer ----------------------------------------------------------------------

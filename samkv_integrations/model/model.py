@@ -29,7 +29,7 @@ from samkv_integrations.model.attention import (
     attention,
     for_single_token,
 )
-from samkv_integrations.model.decode_layer import PackedLayer
+from samkv_integrations.model.decode_layer import PackedLayer, is_plain, run
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -416,11 +416,13 @@ class Model:
         cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
         is returned, are on the layer's device.
         """
-        hidden = hidden.to(self.layer_devices[index])
+        if hidden.device != self.layer_devices[index]:
+            hidden = hidden.to(self.layer_devices[index])
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
         if getattr(self._passing, "is_packed", False):
-            return self._packed_layers[index](hidden, cos, sin, attend)
+            packed = self._packed_layers[index]
+            return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
         if (halves := self._halves) is not None:
             of_halves = attend
 
@@ -442,13 +444,17 @@ class Model:
                 query, key, value = (each[:, :, :n_rows] for each in (query, key, value))
                 return F.pad(of_rows(layer, query, key, value, scaling), (0, 0, 0, n_more))
 
-        output: Tensor = self._decoder.layers[index](
-            hidden,
-            attention_mask=None,
-            position_ids=None,
-            position_embeddings=(cos[None], sin[None]),
-            attend=attend,
-        )
+        layer, output = self._decoder.layers[index], hidden
+        if len(hidden) == 1 and is_plain(self.config, layer):
+            output = run(layer, hidden, cos, sin, attend)
+        else:
+            output = layer(
+                hidden,
+                attention_mask=None,
+                position_ids=None,
+                position_embeddings=(cos[None], sin[None]),
+                attend=attend,
+            )
         return output[:, :n_rows]
 
     def _devices_of_layers(self) -> tuple[torch.device, ...]:
