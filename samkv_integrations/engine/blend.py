@@ -26,6 +26,7 @@ from samkv_integrations.methods.base import (
     Update,
     overwrite,
 )
+from samkv_integrations.model.attention import of_groups
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
@@ -50,8 +51,8 @@ class LayerPlan:
     mixed: (k,) computed tokens that update a stored entry; mixed_slots: (k,) their places.
     carried: (c,) computed context tokens, CPU; carried_rows: (c,) their indices among the computed.
     masks: window of a layer, None for all tokens -> (R', n_padded): 0 where a token sees an entry,
-        else -inf, in the model's dtype; bool for a method with its own attention. Empty if every
-        token is computed and sees all tokens before it.
+        else -inf, in the model's dtype, see `of_groups`; bool for a method with its own attention.
+        Empty if every token is computed and sees all tokens before it.
     at: (S,) positions of the entries.
     is_context: (S,) bool, entries of context tokens.
 
@@ -195,8 +196,10 @@ def plan_pass(
             behind = positions.to(device)[:, None] - seen_at.to(device)[None]
         for window in wanted:
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-            # made once: attention would convert a bool mask at every layer
-            seen_of[window] = seen if weighs else torch.where(seen, 0.0, -torch.inf).to(model.dtype)
+            if not weighs:  # made once: attention would do it at every layer
+                added = torch.where(seen, 0.0, -torch.inf).to(model.dtype)
+                seen = of_groups(added, model.n_heads, model.n_kv_heads, model.head_dim)
+            seen_of[window] = seen
         plan = LayerPlan(
             n_entries=n_entries, n_padded=n_padded, n_computed=n_computed, n_held=n_held,
             positions=positions.to(device), narrow=None if narrow is None else narrow.to(device),

@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -317,8 +318,9 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     stays = layout.uncached.repeat(model.n_layers, 1)
     stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
     kept = 0.0
-    for layer, of_layer in enumerate(stays):
-        kept += cache.attended(layer, is_of_chunk[of_layer])
+    for layer, n_kept in enumerate((stays & is_of_chunk).sum(1).tolist()):
+        of_chunks = partial(torch.masked_select, is_of_chunk, stays[layer])
+        kept += cache.attended(layer, n_kept, of_chunks)
     kept /= model.n_layers  # divided once, so that all of the context is exactly 1
     # the last token of a prompt is always computed
     again = plan.computed | layout.uncached[layout.context_positions]

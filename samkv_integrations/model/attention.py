@@ -68,7 +68,7 @@ def attention(
     """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads.
 
     mask: (R, S) or (batch, H, R, S), bool, True where a query sees a key, or what is added to
-        scores.
+        scores; or what `of_groups` made of it.
     score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
     sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
     may_round: whether scores may be rounded to bfloat16, where that is faster.
@@ -103,9 +103,9 @@ def attention(
     # smaller than keys and values of the heads would be.
     is_single = n_rows == 1 and not causal and query.device.type == "cpu"
     is_masked = mask is not None and query.is_cuda
-    if groups > 1 and (is_single or (is_masked and groups * n_rows <= 2 * n_heads * size)):
+    if groups > 1 and (is_single or (is_masked and _suits_groups(n_rows, groups, n_heads, size))):
         if mask is not None and mask.dim() == 2:
-            mask = mask.repeat(groups, 1)
+            mask = mask if len(mask) == groups * n_rows else mask.repeat(groups, 1)
         elif mask is not None:
             mask = mask.expand(n_batch, n_heads, n_rows, n_keys)
             mask = mask.reshape(n_batch, n_kv_heads, groups * n_rows, n_keys)
@@ -123,6 +123,17 @@ def attention(
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
     )
+
+
+def _suits_groups(n_rows: int, groups: int, n_heads: int, size: int) -> bool:
+    return groups * n_rows <= 2 * n_heads * size
+
+
+def of_groups(mask: Tensor, n_heads: int, n_kv_heads: int, size: int) -> Tensor:
+    """The mask (R, S) as `attention` needs it on a device, for many layers: (H / G * R, S)."""
+    groups = n_heads // n_kv_heads
+    is_repeated = groups > 1 and mask.is_cuda and _suits_groups(len(mask), groups, n_heads, size)
+    return mask.repeat(groups, 1) if is_repeated else mask
 
 
 _MANY_ROWS = 64
@@ -182,7 +193,7 @@ def _explicit_attention(
         grouped = query[:, :, rows].reshape(n_batch, n_kv_heads, -1, size)
         scores = (grouped @ key.mT).view(n_batch, n_heads, -1, n_keys)
         if score_cap is not None:
-            scores.div_(score_cap).tanh_().mul_(score_cap)
+            scores = torch.tanh(scores / score_cap) * score_cap
         seen = mask
         if causal:
             at = torch.arange(n_rows, device=query.device)[rows, None]

@@ -90,7 +90,11 @@ def run(
         query = _normed(attention.q_norm, turned[:, :n_heads])
         turned = torch.cat((query, _normed(attention.k_norm, turned[:, n_heads:])), 1)
     cos, sin = _turning(cos, sin)
-    turned = turned * cos + turned.roll(size // 2, -1) * sin
+    exchanged = turned.roll(size // 2, -1)
+    if turned.is_cuda:  # rounds once less, in an operation less
+        turned = torch.addcmul(turned * cos, exchanged, sin)
+    else:
+        turned = turned * cos + exchanged * sin
     turned, value = turned.transpose(0, 1)[None], value.transpose(0, 1)[None]
     output = attend(
         attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling
@@ -119,4 +123,5 @@ def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401
     shape, epsilon = norm.weight.shape, norm.variance_epsilon
     if x.is_cuda:  # one kernel, which rounds once where the module rounds twice
         return F.rms_norm(x, shape, norm.weight, epsilon)
-    return F.rms_norm(x, shape, None, epsilon) * norm.weight
+    normed: Tensor = F.rms_norm(x, shape, None, epsilon) * norm.weight
+    return normed
