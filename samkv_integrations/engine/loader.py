@@ -91,7 +91,7 @@ class Context:
         self._group_of_token = {device: group.to(device) for device in set(self._devices)}
 
         def of_pairs(side: Tensor) -> Tensor:
-            """(R, 1, D / 2), on a CPU (R, G, D / 2), see `rotated_keys`."""
+            """(R, 1, D / 2), on a CPU (R, G, D / 2), see `Entries`."""
             heads = self.form.n_kv_heads if side.device.type == "cpu" else 1
             pairs = side[:, None, : self.form.head_dim // 2].float()
             return pairs.expand(-1, heads, -1).contiguous()

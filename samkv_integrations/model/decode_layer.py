@@ -31,15 +31,11 @@ class PackedLayer:
     @classmethod
     def of_all(cls, config: Any, layers: Any) -> list[PackedLayer]:  # noqa: ANN401
         """Those of a model; none if it has other layers."""
-        is_one = (
-            config.model_type in _FAMILIES
-            and config.hidden_act == "silu"
-            and all(
-                isinstance(linear, PackedLinear)
-                for layer in layers
-                for part in (layer.self_attn, layer.mlp)
-                for name, linear in part.named_children() if name.endswith("_proj")
-            )
+        is_one = all(is_plain(config, layer) for layer in layers) and all(
+            isinstance(linear, PackedLinear)
+            for layer in layers
+            for part in (layer.self_attn, layer.mlp)
+            for name, linear in part.named_children() if name.endswith("_proj")
         )  # fmt: skip
         return [cls(layer) for layer in layers] if is_one else []
 

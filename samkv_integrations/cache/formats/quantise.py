@@ -158,25 +158,6 @@ class EntryFormat:
         scale, offset = key_range.float().index_select(0, group).unbind(1)
         return self._mix(torch.addcmul(offset, self._codes(side), scale))
 
-    def rotated_keys(
-        self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """(T, G, D) float32 keys of entries (T, E), rotated to the positions of cos and sin.
-
-        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster:
-        this is most of the work that a pass does for a context token.
-
-        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous; on a CPU a
-            product that broadcasts (T, 1, D / 2) takes twice as long.
-        """
-        keys = self.keys(entries, key_range, group)
-        first, second = (keys if self.is_quantised else keys.float()).chunk(2, dim=-1)
-        out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
-        lower, upper = out.chunk(2, dim=-1)
-        torch.mul(first, cos, out=lower).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=upper).addcmul_(first, sin)
-        return out
-
     def values(self, entries: Tensor) -> Tensor:
         """(T, G, D) values of entries (T, E): float32, or ``dtype`` with 16 bits."""
         side = entries[:, self._side : 2 * self._side]
@@ -262,17 +243,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Same dtype as ``x``. Paper of the rotation: RoFormer, arXiv 2104.09864, equation 34.
     """
-    return _turn(x.float(), cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)).to(x.dtype)
+    half = x.shape[-1] // 2
+    cos, sin = (side[..., None, :half].float() for side in (cos, sin))
+    return _turn(x.float(), cos, sin).to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin``, half by half, without a copy of ``x``."""
+    """``x * cos + rotate_half(x) * sin``, half by half, without a copy of ``x`` (..., D).
+
+    cos, sin: (..., D / 2), of either half. On a CPU those that broadcast over heads take twice as
+    long.
+    """
     turned, half = torch.empty_like(x), x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    torch.mul(first, cos[..., :half], out=turned[..., :half])
-    turned[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    torch.mul(second, cos[..., half:], out=turned[..., half:])
-    turned[..., half:].addcmul_(first, sin[..., half:])
+    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned[..., half:]).addcmul_(first, sin)
     return turned
 
 
@@ -282,9 +267,10 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The model's cos and sin, rounded to bfloat16, do not satisfy cos^2 + sin^2 = 1. The inverse
     divides by that sum; else every stored key would be off by up to 0.5 %.
     """
-    cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
+    half = x.shape[-1] // 2
+    cos, sin = (side[..., None, :half].float() for side in (cos, sin))
     norm = cos.square() + sin.square()
-    return (_turn(x.float(), cos, -sin) / norm).to(x.dtype)
+    return (_turn(x.float(), cos, -sin) / torch.cat((norm, norm), -1)).to(x.dtype)
 
 
 # -- entries of a context ------------------------------------------------------------------------
@@ -364,13 +350,17 @@ class Entries:
         return self.codes.index_select(0, self.rows[part])
 
     def _rotated(self, part: slice, codes: Tensor) -> Tensor:
-        """(m, G, D) float32 keys of some entries, rotated to their positions."""
+        """(m, G, D) float32 keys of some entries, rotated to their positions.
+
+        Most of the work that a pass does for a context token.
+        """
         if self.tokens is None:
             cos, sin = self.cos[part], self.sin[part]
         else:
             at = self.tokens[part]
             cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
-        return self.form.rotated_keys(codes, self.key_range, self.group[part], cos, sin)
+        keys = self.form.keys(codes, self.key_range, self.group[part])
+        return _turn(keys if self.form.is_quantised else keys.float(), cos, sin)
 
     def select(self, at: Tensor) -> Entries:
         """The entries at indices (k,)."""

@@ -1,7 +1,7 @@
 """A Triton kernel that decodes 4-bit entries to keys and values on a CUDA device.
 
-`EntryFormat.rotated_keys` and `values` do the same in some forty operations, each of which reads
-and writes all numbers in float32. The module is imported only where there is such a device.
+`Entries.write` does the same in some twenty operations, each of which reads and writes all numbers
+in float32. The module is imported only where there is such a device.
 """
 
 from __future__ import annotations
