@@ -177,19 +177,15 @@ def plan_pass(
         slots, mixed_slots = slot[positions[brings]], slot[positions[mixed]]
         query_slots = final[positions[query_rows]]
         carried_rows = torch.searchsorted(positions, at[carried[layer]])
-        # what attention and layers would add for every layer; a method's own attention has no need
-        n_more = 0 if weighs else model.n_more_rows(n_computed)
-        n_padded = n_entries
-        if n_computed == n_entries:
-            n_padded += n_more
-        elif not weighs:
-            n_padded += model.n_more_keys(n_entries)
+        n_more = model.n_more_rows(n_computed)
+        is_causal = n_computed == n_entries
+        n_padded = n_entries + (n_more if is_causal else model.n_more_keys(n_entries))
         positions = torch.cat((positions, positions[-1:].expand(n_more)))
         if narrow is not None:
             narrow = torch.cat((narrow, narrow[-1:].expand(n_more)))
         seen_of: dict[int | None, Tensor] = {}
         wanted = set(windows) - {None}
-        if weighs or n_computed < n_entries:
+        if weighs or not is_causal:
             wanted.add(None)
         if wanted:  # what is behind all tokens is seen by none
             seen_at = F.pad(entries, (0, n_padded - n_entries), value=layout.n_tokens)
@@ -337,13 +333,15 @@ class Blend:
             at = plan.positions[: plan.n_computed]
             cos, sin = (side[at] for side in self.rotation.of(layer))
             self.observe(ProbedLayer(queries=queries[0], cos=cos, sin=sin))
+        shown = None if mask is None else mask[: plan.n_computed, :n_entries]
         if self.watch is not None:
-            shown = None if mask is None else mask[: plan.n_computed, :n_entries]
             self.watch(layer, plan, queries, keys[:n_entries], scaling, shown)
-        as_rows = (as_heads(keys[:n_padded]), as_heads(values[:n_padded]))
         if self.weigh is not None:
-            output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)
+            as_rows = (as_heads(keys[:n_entries]), as_heads(values[:n_entries]))
+            output = self.weigh(queries, *as_rows, scaling, shown, plan.is_context)
+            output = F.pad(output, (0, 0, 0, query.shape[2] - plan.n_computed))
         else:
+            as_rows = (as_heads(keys[:n_padded]), as_heads(values[:n_padded]))
             causal = mask is None and n_entries > 1
             # what later prompts take from memory is exact
             may_round = len(plan.tokens) > 0 and self.leaves is None

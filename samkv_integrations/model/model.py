@@ -433,29 +433,17 @@ class Model:
 
         if self._lies_otherwise:
             cos, sin = self._of_layer(cos), self._of_layer(sin)
-        n_rows, n_more = hidden.shape[1], self.n_more_rows(hidden.shape[1])
-        if n_more:
-            of_rows = attend
-            hidden, cos, sin = (F.pad(each, (0, 0, 0, n_more)) for each in (hidden, cos, sin))
-
-            def attend(
-                layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-            ) -> Tensor:
-                query, key, value = (each[:, :, :n_rows] for each in (query, key, value))
-                return F.pad(of_rows(layer, query, key, value, scaling), (0, 0, 0, n_more))
-
-        layer, output = self._decoder.layers[index], hidden
+        layer = self._decoder.layers[index]
         if len(hidden) == 1 and is_plain(self.config, layer):
-            output = run(layer, hidden, cos, sin, attend)
-        else:
-            output = layer(
-                hidden,
-                attention_mask=None,
-                position_ids=None,
-                position_embeddings=(cos[None], sin[None]),
-                attend=attend,
-            )
-        return output[:, :n_rows]
+            return run(layer, hidden, cos, sin, attend)
+        output: Tensor = layer(
+            hidden,
+            attention_mask=None,
+            position_ids=None,
+            position_embeddings=(cos[None], sin[None]),
+            attend=attend,
+        )
+        return output
 
     def _devices_of_layers(self) -> tuple[torch.device, ...]:
         """What a pass over one token shows: hooks of accelerate move it, and load weights."""
@@ -473,7 +461,7 @@ class Model:
         return tuple(found)
 
     def n_more_rows(self, n_rows: int) -> int:
-        """Rows of zeros that a pass through a layer gets, so that passes have fewer shapes.
+        """Rows that a pass adds behind its tokens, so that passes have fewer shapes.
 
         For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
         keeps a thousand of them. There are an eighth more rows at most, and 112 numbers of them up
