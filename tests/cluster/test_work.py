@@ -14,8 +14,13 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.cluster.ingest import PROBE, CacheWorker, add_on_ray, cache_on_ray
-from samkv_integrations.cluster.workers import WorkerPool
+from samkv_integrations.cluster.ingest import (
+    PROBE,
+    CacheWorker,
+    WorkerPool,
+    add_on_ray,
+    cache_on_ray,
+)
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
 from samkv_integrations.errors import InvalidOption, StoreError
@@ -137,7 +142,7 @@ def test_a_worker_refuses_another_store_or_model(
     [
         ({"kv_dir": None}, {}, "kv_dir is needed"),
         ({"model": object()}, {}, "workers load their own"),
-        ({"device_map": "cuda"}, {}, "without a GPU"),
+        ({"device_map": "cuda"}, {}, "have no GPU"),
     ],
 )
 def test_what_cannot_be_sent_is_said_before_anything_begins(

@@ -54,7 +54,7 @@ class EntryFormat:
     half and channel d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in
     ``dtype``.
 
-    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or does not fill whole bytes.
+    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`. RoPE rotates pairs: D is even.
     """
 
     bits: int
@@ -64,11 +64,6 @@ class EntryFormat:
 
     def __post_init__(self) -> None:
         check_store_bits(self.bits)
-        if self.bits == 4 and self.head_dim % 2:
-            raise InvalidOption(
-                f"store_bits=4 with a head size of {self.head_dim} fills no whole bytes; "
-                "give store_bits=8 or 16"
-            )
 
     @cached_property
     def is_quantised(self) -> bool:
@@ -100,8 +95,7 @@ class EntryFormat:
 
         are_checked: whether to check the numbers, which waits for the device.
 
-        Raises InvalidChunk if a checked key or value is not finite, or too large for a float16
-        scale.
+        Raises InvalidChunk for a checked number that is not finite, or too large for a scale.
         """
         mixed, wide = keys.float(), values.float()
         if self.is_quantised:
@@ -170,7 +164,7 @@ class EntryFormat:
     @cached_property
     def _mixed_channels(self) -> int:
         """Size of the Hadamard transform: the largest power of two that divides D / 2."""
-        half = 1 if self.head_dim % 2 else self.head_dim // 2
+        half = self.head_dim // 2
         return half & -half
 
     def _mix(self, channels: Tensor) -> Tensor:
@@ -374,11 +368,7 @@ class Entries:
         )
 
     def with_computed(self, at: Tensor, keys: Tensor, values: Tensor) -> Entries:
-        """A copy with other rotated keys and values (k, G, D) at indices (k,).
-
-        They are quantised in groups of their own, because they may exceed the ranges of the groups
-        that they replace.
-        """
+        """A copy with other rotated keys and values (k, G, D) at indices (k,), in own groups."""
         if not len(at):
             return self
         tokens = at if self.tokens is None else self.tokens[at]
