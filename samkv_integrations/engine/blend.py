@@ -6,18 +6,19 @@ runs the plan through the model's own layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.prefix_cache import Prefix
-from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads, room_for
+from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads, rooms_for
 from samkv_integrations.methods.base import (
     Checked,
     ContextAttention,
@@ -25,6 +26,7 @@ from samkv_integrations.methods.base import (
     Update,
     overwrite,
 )
+from samkv_integrations.model.attention import of_groups
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
@@ -36,16 +38,21 @@ class LayerPlan:
 
     Tensors are on the layer's device unless stated otherwise.
 
-    positions: (R,) of the tokens that the layer computes. narrow: (R,) their indices among those
-        of the layer before; None if they are the same tokens.
+    n_entries: S; n_padded: with entries of zeros behind them, which nothing attends to, so that a
+        CPU has few shapes to compile for.
+    n_computed: R, tokens that the layer computes. positions: (R',) theirs; the last one may be
+        repeated, see `Model.n_more_rows`. narrow: (R',) their indices among those of the layer
+        before; None if they are the same tokens.
     n_held: first tokens of the prompt whose entries come from the prefix cache.
-    cached: (n,) context tokens whose stored entries are used.
-    source: (S,) the origin of each entry, as an index into held, cached and computed ones in a row.
+    decoded: places from the first to the last stored entry that is used; tokens: (n,) the context
+        token of each of them, any one at the place of another entry, which is written later.
+    brought: (b,) computed tokens that bring their entry, None for all of them; slots: (b,) their
+        places, None for the first R'.
     mixed: (k,) computed tokens that update a stored entry; mixed_slots: (k,) their places.
     carried: (c,) computed context tokens, CPU; carried_rows: (c,) their indices among the computed.
-    masks: window of a layer, None for all tokens -> (R, S): 0 where a token sees an entry, else
-        -inf, in the model's dtype; bool for a method with its own attention. Empty if every token
-        is computed and sees all tokens before it.
+    masks: window of a layer, None for all tokens -> (R', n_padded): 0 where a token sees an entry,
+        else -inf, in the model's dtype, see `of_groups`; bool for a method with its own attention.
+        Empty if every token is computed and sees all tokens before it.
     at: (S,) positions of the entries.
     is_context: (S,) bool, entries of context tokens.
 
@@ -54,15 +61,20 @@ class LayerPlan:
     staying: (S',) places of the entries that stay, None for all.
     context: (c,) context tokens that stay; context_slots: (c,) their places among the S'; changed:
         (d,) those of them that differ from their stored entry; other_slots: places of all others.
-    query_rows: computed tokens that stay; query_slots: their places among the S', CPU.
+    query_rows: computed tokens that stay, None for all; query_slots: their places among the S',
+        CPU.
     """
 
     n_entries: int
+    n_padded: int
+    n_computed: int
     n_held: int
     positions: Tensor
     narrow: Tensor | None
-    cached: Tensor
-    source: Tensor
+    decoded: slice
+    tokens: Tensor
+    brought: Tensor | None
+    slots: Tensor | None
     mixed: Tensor
     mixed_slots: Tensor
     carried: Tensor
@@ -75,7 +87,7 @@ class LayerPlan:
     context_slots: Tensor
     changed: Tensor
     other_slots: Tensor
-    query_rows: Tensor
+    query_rows: Tensor | None
     query_slots: Tensor
 
 
@@ -95,16 +107,14 @@ class PassPlan:
 
 
 def plan_pass(
+    model: Model,
     layout: Layout,
     keep: Tensor,
     recompute: Tensor,
     *,
-    devices: Sequence[torch.device],
-    dtype: torch.dtype,
     n_held: int = 0,
     mixes: bool = False,
     weighs: bool = False,
-    windows: Sequence[int | None] = (),
 ) -> PassPlan:
     """Plan a pass.
 
@@ -113,13 +123,12 @@ def plan_pass(
     kept, its computed entry is attended to in that layer and then dropped.
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
-    devices: of each layer. dtype: the model's.
     n_held: first tokens that the prefix cache holds, all of them uncached; the other uncached
         tokens are computed.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method has its own
         attention, which always takes a mask.
-    windows: those of the layers that are shorter than the prompt.
     """
+    devices, windows = model.layer_devices, model.windows_within(layout.n_tokens)
     uncached = layout.uncached
     stored = keep[:, layout.block_of_token] & ~uncached[layout.context_positions]
     recompute = recompute & stored
@@ -152,37 +161,56 @@ def plan_pass(
         is_computed[:n_held] = False
         slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
         positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
+        n_computed, n_entries = len(positions), len(entries)
         cached, context = used[layer].nonzero()[:, 0], stored[layer].nonzero()[:, 0]
-        source = torch.arange(len(entries))  # correct for the held ones
+        places, decoded = slot[at[cached]], slice(0, 0)
+        if len(cached):
+            decoded = slice(int(places[0]), int(places[-1]) + 1)
+        tokens = torch.zeros(decoded.stop - decoded.start, dtype=torch.long)
+        tokens[places - decoded.start] = cached
         brings = (~is_stored[positions] | (is_again[positions] & (not mixes))).nonzero()[:, 0]
-        source[slot[positions[brings]]] = n_held + len(cached) + brings
-        source[slot[at[cached]]] = n_held + torch.arange(len(cached))
         mixed = (is_again[positions] & mixes).nonzero()[:, 0]
         query_rows = stays[positions].nonzero()[:, 0]
-        narrows = before is not None and not torch.equal(before, is_computed)
+        narrow = None
+        if before is not None and not torch.equal(before, is_computed):
+            narrow = is_computed[before].nonzero()[:, 0]
+        slots, mixed_slots = slot[positions[brings]], slot[positions[mixed]]
+        query_slots = final[positions[query_rows]]
+        carried_rows = torch.searchsorted(positions, at[carried[layer]])
+        n_more = model.n_more_rows(n_computed)
+        is_causal = n_computed == n_entries
+        n_padded = n_entries + (n_more if is_causal else model.n_more_keys(n_entries))
+        positions = torch.cat((positions, positions[-1:].expand(n_more)))
+        if narrow is not None:
+            narrow = torch.cat((narrow, narrow[-1:].expand(n_more)))
         seen_of: dict[int | None, Tensor] = {}
         wanted = set(windows) - {None}
-        if weighs or len(positions) < len(entries):
+        if weighs or not is_causal:
             wanted.add(None)
-        if wanted:
-            behind = positions.to(device)[:, None] - entries.to(device)[None]
+        if wanted:  # what is behind all tokens is seen by none
+            seen_at = F.pad(entries, (0, n_padded - n_entries), value=layout.n_tokens)
+            behind = positions.to(device)[:, None] - seen_at.to(device)[None]
         for window in wanted:
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-            # made once: attention would convert a bool mask at every layer
-            seen_of[window] = seen if weighs else torch.where(seen, 0.0, -torch.inf).to(dtype)
+            if not weighs:  # made once: attention would do it at every layer
+                added = torch.where(seen, 0.0, -torch.inf).to(model.dtype)
+                seen = of_groups(added, model.n_heads, model.n_kv_heads, model.head_dim)
+            seen_of[window] = seen
         plan = LayerPlan(
-            n_entries=len(entries), n_held=n_held, positions=positions.to(device),
-            narrow=is_computed[before].nonzero()[:, 0].to(device) if narrows else None,
-            cached=cached.to(device), source=source.to(device), mixed=mixed.to(device),
-            mixed_slots=slot[positions[mixed]].to(device),
-            carried=carried[layer].nonzero()[:, 0],
-            carried_rows=torch.searchsorted(positions, at[carried[layer]]).to(device),
-            masks=seen_of, at=entries, is_context=~uncached[entries].to(device),
+            n_entries=n_entries, n_padded=n_padded, n_computed=n_computed, n_held=n_held,
+            positions=positions.to(device), narrow=None if narrow is None else narrow.to(device),
+            decoded=decoded, tokens=tokens.to(device),
+            brought=None if len(brings) == n_computed else brings.to(device),
+            slots=slots.to(device) if len(cached) or n_held else None, mixed=mixed.to(device),
+            mixed_slots=mixed_slots.to(device), carried=carried[layer].nonzero()[:, 0],
+            carried_rows=carried_rows.to(device), masks=seen_of, at=entries,
+            is_context=~uncached[entries].to(device),
             staying=None if torch.equal(stays, present) else slot[stays].to(device),
             context=context.to(device), context_slots=final[at[context]].to(device),
             changed=recompute[layer][context].nonzero()[:, 0].to(device),
-            other_slots=final[stays & ~is_stored].to(device), query_rows=query_rows.to(device),
-            query_slots=final[positions[query_rows]],
+            other_slots=final[stays & ~is_stored].to(device),
+            query_rows=None if len(query_rows) == n_computed else query_rows.to(device),
+            query_slots=query_slots,
         )  # fmt: skip
         layers.append(plan)
         before = is_computed
@@ -231,7 +259,7 @@ class Blend:
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. The plan's blocks must have been loaded."""
-        n_tokens = len(plan.layers[0].positions)
+        n_tokens = plan.layers[0].n_computed
         # what later prompts take from memory is exact
         with self.model.short_pass(n_tokens) if self.leaves is None else nullcontext():
             return self.model.logits(self.through_layers(plan)[0, -1:])[0]
@@ -242,91 +270,103 @@ class Blend:
         attend = partial(self._attend, layers)
         positions = layers[0].positions
         hidden = self.model.embed(self.layout.token_ids.to(positions.device)[positions])[None]
+        turns: dict[int, tuple[Tensor, Tensor]] = {}  # by rotation, of the layers with one plan
         for layer in range(self.model.n_layers):
-            at, narrow = layers[layer].positions, layers[layer].narrow
-            hidden = hidden.to(at.device)
-            if narrow is not None:
-                hidden = hidden.index_select(1, narrow)
-            cos, sin = (side[at] for side in self.rotation.of(layer))
-            hidden = self.model.layer(layer, hidden, cos, sin, attend)
-        return hidden
+            plan_here, kind = layers[layer], self.rotation.kinds[layer]
+            if layer == 0 or plan_here.positions is not layers[layer - 1].positions:
+                turns = {}
+            if kind not in turns:
+                cos, sin = self.rotation.of(layer)
+                turns[kind] = cos[plan_here.positions], sin[plan_here.positions]
+            if plan_here.narrow is not None:
+                hidden = hidden.to(plan_here.positions.device).index_select(1, plan_here.narrow)
+            hidden = self.model.layer(layer, hidden, *turns[kind], attend)
+        return hidden[:, : layers[-1].n_computed]
 
     def _attend(
         self, layers: list[LayerPlan], layer: int, query: Tensor, key: Tensor, value: Tensor,
         scaling: float,
     ) -> Tensor:  # fmt: skip
-        """The attention of a layer: (1, H, R, D) each but key and value (1, G, R, D).
+        """The attention of a layer: (1, H, R', D) each but key and value (1, G, R', D).
 
         layers: the plans of all layers. At the check layer those of the later ones are replaced.
         """
         plan = layers[layer]
+        n_entries, n_padded = plan.n_entries, plan.n_padded
+        queries = query[:, :, : plan.n_computed]
+        of_computed = key[0].transpose(0, 1), value[0].transpose(0, 1)
         if self.check is not None and layer == self.check[0]:
             carried, rows = plan.carried, plan.carried_rows
             checked = Checked(
-                tokens=carried, queries=query[0][:, -len(self.layout.question) :],
-                keys=key[0].transpose(0, 1)[rows], values=value[0].transpose(0, 1)[rows],
+                tokens=carried, queries=queries[0][:, -len(self.layout.question) :],
+                keys=of_computed[0][rows], values=of_computed[1][rows],
                 cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
                 scaling=scaling,
             )  # fmt: skip
             layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
-        stored = self.context.keys_and_values(layer, plan.cached)
-        computed = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-        held = () if self.held is None else self.held.of_layer(layer, plan.n_held)
-        of_keys, of_values = zip(*filter(None, (held, stored, computed)), strict=True)
-        keys, values = self._assemble(plan, of_keys), self._assemble(plan, of_values)
+
+        # the keys and values of all entries (S + room, G, D), in prompt order
+        room = 0 if self.cache is None else self.cache.room
+        keys, values = both = rooms_for(max(n_entries + room, n_padded), of_computed[0])
+        if self.held is not None:
+            of_held = self.held.of_layer(layer, plan.n_held)
+            keys[: plan.n_held], values[: plan.n_held] = of_held
+        self.context.write(layer, plan.tokens, keys[plan.decoded], values[plan.decoded])
+        for side, computed in zip(both, of_computed, strict=True):
+            if plan.slots is None:  # all are computed, in prompt order
+                side[: len(computed)] = computed
+                continue
+            brought = computed[: plan.n_computed]
+            if plan.brought is not None:
+                brought = computed.index_select(0, plan.brought)
+            side.index_copy_(0, plan.slots, brought)
+            if len(plan.mixed):
+                mixed = self.update(side[plan.mixed_slots], computed[plan.mixed])
+                side[plan.mixed_slots] = mixed
+        if plan.slots is not None and n_padded > n_entries:
+            both[:, n_entries:n_padded].zero_()
+
         window = self.model.windows[layer]
         # a window that holds the whole prompt has no mask of its own
         mask = plan.masks.get(window if window in plan.masks else None)
         if self.observe is not None:
-            at = plan.positions
+            at = plan.positions[: plan.n_computed]
             cos, sin = (side[at] for side in self.rotation.of(layer))
-            self.observe(ProbedLayer(queries=query[0], cos=cos, sin=sin))
+            self.observe(ProbedLayer(queries=queries[0], cos=cos, sin=sin))
+        shown = None if mask is None else mask[: plan.n_computed, :n_entries]
         if self.watch is not None:
-            self.watch(layer, plan, query, keys[: plan.n_entries], scaling, mask)
-        as_rows = (as_heads(keys[: plan.n_entries]), as_heads(values[: plan.n_entries]))
+            self.watch(layer, plan, queries, keys[:n_entries], scaling, shown)
         if self.weigh is not None:
-            output = self.weigh(query, *as_rows, scaling, mask, plan.is_context)
+            as_rows = (as_heads(keys[:n_entries]), as_heads(values[:n_entries]))
+            output = self.weigh(queries, *as_rows, scaling, shown, plan.is_context)
+            output = F.pad(output, (0, 0, 0, query.shape[2] - plan.n_computed))
         else:
-            causal = mask is None and plan.n_entries > 1
+            as_rows = (as_heads(keys[:n_padded]), as_heads(values[:n_padded]))
+            causal = mask is None and n_entries > 1
             # what later prompts take from memory is exact
-            may_round = len(plan.cached) > 0 and self.leaves is None
+            may_round = len(plan.tokens) > 0 and self.leaves is None
             output = self.model.attention(
                 layer, query, *as_rows, scaling, mask, causal, may_round=may_round
             )
         if self.leaves is not None:
             self.leaves.take(keys, values)
         if self.cache is not None:
-            n_entries, is_context, at = plan.n_entries, plan.is_context, plan.at
+            is_context, at = plan.is_context, plan.at
             if plan.staying is not None:
-                room, n_entries = len(keys) - n_entries, len(plan.staying)
-                staying_keys = room_for(n_entries + room, keys)
-                staying_values = room_for(n_entries + room, values)
-                staying_keys[:n_entries] = keys.index_select(0, plan.staying)
-                staying_values[:n_entries] = values.index_select(0, plan.staying)
-                keys, values = staying_keys, staying_values
+                n_entries = len(plan.staying)
+                staying = rooms_for(n_entries + room, keys)
+                for side, all_entries in zip(staying, both, strict=True):
+                    side[:n_entries] = all_entries.index_select(0, plan.staying)
+                keys, values = staying
                 is_context, at = is_context[plan.staying], at[plan.staying.cpu()]
             entries = LayerEntries(
                 keys=keys, values=values, n_entries=n_entries, is_context=is_context,
                 context=plan.context, context_slots=plan.context_slots, changed=plan.changed,
-                other_slots=plan.other_slots, queries=query[0][:, plan.query_rows],
+                other_slots=plan.other_slots,
+                queries=queries[0] if plan.query_rows is None else queries[0][:, plan.query_rows],
                 query_slots=plan.query_slots, scaling=scaling,
                 at=None if window is None else at, window=window,
             )  # fmt: skip
             self.cache.take(layer, entries)
             self.context.release(layer)
         return output
-
-    def _assemble(self, plan: LayerPlan, sides: tuple[Tensor, ...]) -> Tensor:
-        """(S + room, G, D): the keys or values of all entries, in prompt order.
-
-        sides: (n, G, D) each, held, stored and computed ones; the computed ones last.
-        """
-        room, computed = 0 if self.cache is None else self.cache.room, sides[-1]
-        entries = room_for(plan.n_entries + room, computed)
-        if len(plan.cached) or plan.n_held:
-            entries[: plan.n_entries] = torch.cat(sides).index_select(0, plan.source)
-        else:  # all are computed, in prompt order
-            entries[: plan.n_entries] = computed
-        if len(plan.mixed):
-            entries[plan.mixed_slots] = self.update(entries[plan.mixed_slots], computed[plan.mixed])
-        return entries

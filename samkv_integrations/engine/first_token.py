@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -212,9 +213,8 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
 
     def plan_of(keep: Tensor, recompute: Tensor) -> PassPlan:
         return plan_pass(
-            layout, keep, recompute, devices=model.layer_devices, dtype=model.dtype,
-            n_held=choice.n_held, mixes=method.update is not overwrite,
-            weighs=method.attend is not None, windows=model.windows_within(layout.n_tokens),
+            model, layout, keep, recompute, n_held=choice.n_held,
+            mixes=method.update is not overwrite, weighs=method.attend is not None,
         )  # fmt: skip
 
     # Computed apart from the prompt's rotation: behind a prefix that the prompt does not have,
@@ -328,8 +328,9 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     stays = layout.uncached.repeat(model.n_layers, 1)
     stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
     kept = 0.0
-    for layer, of_layer in enumerate(stays):
-        kept += cache.attended(layer, is_of_chunk[of_layer])
+    for layer, n_kept in enumerate((stays & is_of_chunk).sum(1).tolist()):
+        of_chunks = partial(torch.masked_select, is_of_chunk, stays[layer])
+        kept += cache.attended(layer, n_kept, of_chunks)
     kept /= model.n_layers  # divided once, so that all of the context is exactly 1
     # the last token of a prompt is always computed
     again = plan.computed | layout.uncached[layout.context_positions]

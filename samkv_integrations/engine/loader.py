@@ -93,7 +93,7 @@ class Context:
         self._group_of_token = {device: group.to(device) for device in set(self._devices)}
 
         def of_pairs(side: Tensor) -> Tensor:
-            """(R, 1, D / 2), on a CPU (R, G, D / 2), see `rotated_keys`."""
+            """(R, 1, D / 2), on a CPU (R, G, D / 2), see `Entries`."""
             heads = self.form.n_kv_heads if side.device.type == "cpu" else 1
             pairs = side[:, None, : self.form.head_dim // 2].float()
             return pairs.expand(-1, heads, -1).contiguous()
@@ -102,6 +102,9 @@ class Context:
             turns=[(of_pairs(cos), of_pairs(sin)) for cos, sin in rotation.turns],
             kinds=rotation.kinds,
         )
+        # the tokens of the layer that was last written; group, cos and sin of each, by rotation
+        self._tokens: Tensor | None = None
+        self._of_tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
         self._held: dict[int, Tensor] = {}  # (L, t, E) of the t tokens of each hot chunk
         for index, chunk in enumerate(chunks):
@@ -295,17 +298,35 @@ class Context:
         )  # fmt: skip
         return entries if len(tokens) == len(entries) else entries.select(tokens)
 
-    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, (n, G, D) each, of context tokens (n,) that were loaded.
+    def write(self, layer: int, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write rotated keys, and values, of context tokens (n,), into (n, G, D) each.
 
-        tokens: in order, on the layer's device.
+        What is written for tokens that were not loaded is undefined.
+
+        tokens: on the layer's device, in any order. Layers with the same tokens share the tensor.
         """
         if not len(tokens):
-            shape = (0, self.form.n_kv_heads, self.form.head_dim)
-            device = self._devices[layer]
-            empty = torch.empty(shape, dtype=self.form.dtype, device=device)
-            return empty, empty
-        return self.entries(layer, tokens).keys_and_values()
+            return
+        codes, key_range = self.stored(layer)
+        if tokens is not self._tokens:
+            self._tokens, self._of_tokens = tokens, {}
+        kind = self._turns.kinds[layer]
+        if kind not in self._of_tokens:
+            group = self._group_of_token[tokens.device].index_select(0, tokens)
+            cos, sin = (side.index_select(0, tokens) for side in self._turns.of(layer))
+            self._of_tokens[kind] = group, cos, sin
+        group, cos, sin = self._of_tokens[kind]
+        Entries(
+            form=self.form, codes=codes, rows=tokens, key_range=key_range, group=group, cos=cos,
+            sin=sin,
+        ).write(keys, values)  # fmt: skip
+
+    def keys_and_values(self, layer: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, (n, G, D) each, of context tokens (n,), see `write`."""
+        shape = (2, len(tokens), self.form.n_kv_heads, self.form.head_dim)
+        keys, values = torch.empty(shape, dtype=self.form.dtype, device=tokens.device)
+        self.write(layer, tokens, keys, values)
+        return keys, values
 
     def release(self, layer: int) -> None:
         """Free the entries of a layer."""

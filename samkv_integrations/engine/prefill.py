@@ -76,13 +76,14 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
     before = list(zip(empty, empty, strict=True))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        before[layer] = key, value
-        mask = model.window_mask(layer, n_prefix)
+        before[layer] = key[:, :, :n_prefix], value[:, :, :n_prefix]
+        mask = model.window_mask(layer, len(ids))
         return model.attention(layer, query, key, value, scaling, mask, mask is None)
 
     if n_prefix := len(prefix):
-        rotation = model.rotation(torch.arange(n_prefix))
-        hidden = model.embed(torch.tensor([prefix]))
+        ids = [*prefix, *([0] * model.n_more_rows(n_prefix))]
+        rotation = model.rotation(torch.arange(len(ids)))
+        hidden = model.embed(torch.tensor([ids]))
         for layer in range(model.n_layers):
             hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
     return before

@@ -78,10 +78,11 @@ class WorkingCache(ABC):
         """Bytes of the entries held, without room."""
 
     @abstractmethod
-    def attended(self, layer: int, of_chunks: Tensor) -> float:
+    def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
         """Chunk tokens that the first step attends to at a layer, mean over key-value heads.
 
-        of_chunks: (S,) bool, CPU: the entries of chunks, among those that the pass left.
+        n_of_chunks: of the S entries that the pass left; of_chunks: gives (S,) bool, CPU, which
+        they are.
         """
 
     @abstractmethod
@@ -117,6 +118,12 @@ def room_for(n_entries: int, like: Tensor) -> Tensor:
     """
     n_heads, size = like.shape[1:]
     return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
+
+
+def rooms_for(n_entries: int, like: Tensor) -> Tensor:
+    """(2, n_entries, G, D): `room_for` keys, and for values."""
+    n_heads, size = like.shape[1:]
+    return like.new_empty(2, n_heads, n_entries, size).transpose(1, 2)
 
 
 def _attention(
@@ -176,11 +183,11 @@ class DenseCache(WorkingCache):
     def kv_bytes(self) -> int:
         return sum(self.lengths) * self._entry_bytes
 
-    def attended(self, layer: int, of_chunks: Tensor) -> float:
+    def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
         slots = self._kept[layer]
         if slots is None:
-            return int(of_chunks.sum())
-        return int(of_chunks[slots.cpu()].sum()) / slots.shape[1]
+            return n_of_chunks
+        return int(of_chunks()[slots.cpu()].sum()) / slots.shape[1]
 
     def take(self, layer: int, entries: LayerEntries) -> None:
         self.keys[layer], self.values[layer] = entries.keys, entries.values
@@ -342,12 +349,12 @@ class SparseCache(WorkingCache):
         means = sum(mean.nbytes for mean in self._mean_value)
         return rest + means + sum(held.n_bytes for held in self._context if held is not None)
 
-    def attended(self, layer: int, of_chunks: Tensor) -> float:
+    def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
         if self._is_near[layer]:
-            return self._near.attended(layer, of_chunks)
+            return self._near.attended(layer, n_of_chunks, of_chunks)
         chooser, context = self._choosers[layer], self._context[layer]
         n_left_out = 0 if chooser is None or context is None else len(context) - chooser.count
-        return int(of_chunks.sum()) - n_left_out
+        return n_of_chunks - n_left_out
 
     def take(self, layer: int, entries: LayerEntries) -> None:
         self._is_near[layer] = entries.window is not None and entries.window < self._most

@@ -68,7 +68,7 @@ def attention(
     """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads.
 
     mask: (R, S) or (batch, H, R, S), bool, True where a query sees a key, or what is added to
-        scores.
+        scores; or what `of_groups` made of it.
     score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
     sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
     may_round: whether scores may be rounded to bfloat16, where that is faster.
@@ -81,7 +81,8 @@ def attention(
     more_rows, more_keys = _more(n_rows, n_keys, causal)
     if is_compiled and (more_rows or more_keys) and (is_explicit or n_rows >= _MANY_ROWS):
         query = F.pad(query, (0, 0, 0, more_rows))
-        key, value = (F.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
+        if more_keys:
+            key, value = (F.pad(each, (0, 0, 0, more_keys)) for each in (key, value))
         if not causal:
             mask = query.new_ones(1, n_keys, dtype=torch.bool) if mask is None else mask
             is_bool = mask.dtype == torch.bool
@@ -102,9 +103,9 @@ def attention(
     # smaller than keys and values of the heads would be.
     is_single = n_rows == 1 and not causal and query.device.type == "cpu"
     is_masked = mask is not None and query.is_cuda
-    if groups > 1 and (is_single or (is_masked and groups * n_rows <= 2 * n_heads * size)):
+    if groups > 1 and (is_single or (is_masked and _suits_groups(n_rows, groups, n_heads, size))):
         if mask is not None and mask.dim() == 2:
-            mask = mask.repeat(groups, 1)
+            mask = mask if len(mask) == groups * n_rows else mask.repeat(groups, 1)
         elif mask is not None:
             mask = mask.expand(n_batch, n_heads, n_rows, n_keys)
             mask = mask.reshape(n_batch, n_kv_heads, groups * n_rows, n_keys)
@@ -124,6 +125,17 @@ def attention(
     )
 
 
+def _suits_groups(n_rows: int, groups: int, n_heads: int, size: int) -> bool:
+    return groups * n_rows <= 2 * n_heads * size
+
+
+def of_groups(mask: Tensor, n_heads: int, n_kv_heads: int, size: int) -> Tensor:
+    """The mask (R, S) as `attention` needs it on a device, for many layers: (H / G * R, S)."""
+    groups = n_heads // n_kv_heads
+    is_repeated = groups > 1 and mask.is_cuda and _suits_groups(len(mask), groups, n_heads, size)
+    return mask.repeat(groups, 1) if is_repeated else mask
+
+
 _MANY_ROWS = 64
 """From so many on, kernels of CPUs for 16 bits are compiled for each shape."""
 
@@ -139,8 +151,8 @@ def _more(n_rows: int, n_keys: int, causal: bool) -> tuple[int, int]:
     return -n_rows % 16 if n_rows > 16 else 0, more_keys
 
 
-_SCORES = 1 << 18
-"""Scores that are computed at a time, where that is done explicitly: they fit a core's cache."""
+_SCORES = 1 << 20
+"""Scores that are computed at a time, where that is done explicitly: they nearly fit a cache."""
 
 
 @cache
@@ -189,16 +201,16 @@ def _explicit_attention(
         elif mask is not None and mask.shape[-2] > 1:
             seen = mask[..., rows, :]
         if seen is not None and seen.dtype == torch.bool:
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores.masked_fill_(~seen, -torch.inf)
         elif seen is not None:
-            scores = scores + seen
+            scores.add_(seen)
         if sinks is not None:
             sink = sinks.view(1, -1, 1, 1).expand(n_batch, -1, scores.shape[2], 1)
             scores = torch.cat((scores, sink.to(scores.dtype)), -1)
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :n_keys]
+        weights = scores.softmax(-1)[..., :n_keys]  # sums are float32
         output = weights.reshape(n_batch, n_kv_heads, -1, n_keys) @ value
         outputs.append(output.view(n_batch, n_heads, -1, size))
-    return torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 # -- steps of one answer ----------------------------------------------------------------------

@@ -29,7 +29,7 @@ from samkv_integrations.model.attention import (
     attention,
     for_single_token,
 )
-from samkv_integrations.model.decode_layer import PackedLayer
+from samkv_integrations.model.decode_layer import PackedLayer, is_plain, run
 from samkv_integrations.model.families import (
     Family,
     Rotation,
@@ -415,11 +415,13 @@ class Model:
         cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
         is returned, are on the layer's device.
         """
-        hidden = hidden.to(self.layer_devices[index])
+        if hidden.device != self.layer_devices[index]:
+            hidden = hidden.to(self.layer_devices[index])
         if (check := getattr(self._passing, "check", None)) is not None:
             check()
         if getattr(self._passing, "is_packed", False):
-            return self._packed_layers[index](hidden, cos, sin, attend)
+            packed = self._packed_layers[index]
+            return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
         if (halves := self._halves) is not None:
             of_halves = attend
 
@@ -430,25 +432,17 @@ class Model:
 
         if self._lies_otherwise:
             cos, sin = self._of_layer(cos), self._of_layer(sin)
-        n_rows, n_more = hidden.shape[1], self.n_more_rows(hidden.shape[1])
-        if n_more:
-            of_rows = attend
-            hidden, cos, sin = (F.pad(each, (0, 0, 0, n_more)) for each in (hidden, cos, sin))
-
-            def attend(
-                layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-            ) -> Tensor:
-                query, key, value = (each[:, :, :n_rows] for each in (query, key, value))
-                return F.pad(of_rows(layer, query, key, value, scaling), (0, 0, 0, n_more))
-
-        output: Tensor = self._decoder.layers[index](
+        layer = self._decoder.layers[index]
+        if len(hidden) == 1 and is_plain(self.config, layer):
+            return run(layer, hidden, cos, sin, attend)
+        output: Tensor = layer(
             hidden,
             attention_mask=None,
             position_ids=None,
             position_embeddings=(cos[None], sin[None]),
             attend=attend,
         )
-        return output[:, :n_rows]
+        return output
 
     def _devices_of_layers(self) -> tuple[torch.device, ...]:
         """What a pass over one token shows: hooks of accelerate move it, and load weights."""
@@ -466,7 +460,7 @@ class Model:
         return tuple(found)
 
     def n_more_rows(self, n_rows: int) -> int:
-        """Rows of zeros that a pass through a layer gets, so that passes have fewer shapes.
+        """Rows that a pass adds behind its tokens, so that passes have fewer shapes.
 
         For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
         keeps a thousand of them. There are an eighth more rows at most, and 112 numbers of them up
@@ -475,6 +469,13 @@ class Model:
         if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
             return 0
         return -n_rows % min(64, 1 << n_rows.bit_length() - 4)
+
+    def n_more_keys(self, n_keys: int) -> int:
+        """Entries of zeros that a pass attends to behind ``n_keys``, masked, for the same reason.
+
+        `attention` would copy all keys and values to add them.
+        """
+        return -n_keys % 64 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 0
 
     def attention(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.formats.quantise import EntryFormat, groups, rotate
+from samkv_integrations.cache.formats.quantise import Entries, EntryFormat, groups, rotate
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.chunks import transformed
 
@@ -103,7 +103,7 @@ def test_what_comes_back_is_within_half_a_step(
     entries, key_range = form.encode(keys, values)
     (key_range,) = key_range  # of the one group
     back_keys, back_values = there_and_back(form, keys, values)
-    assert (back_keys.dtype, back_values.dtype) == (torch.float32, dtype)
+    assert back_keys.dtype == back_values.dtype == torch.float32
     levels, keys, values = 2**bits - 1, transformed(keys), values.float()
     # of the arithmetic, a sum of up to 2 products a channel
     step, rounding = key_range[0].float(), 1e-6 * keys.abs().amax() + 2.0**-24
@@ -142,9 +142,11 @@ def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens:
     assert torch.equal(form.keys(together, of_all, group), torch.cat(decoded))
     turns = [normal(seed + 5, len(keys), 2, 4), normal(seed + 6, len(keys), 2, 4)]
     cos, sin = (torch.cat((turn[:, 0], turn[:, 0]), dim=-1) for turn in turns)
-    rotated = form.rotated_keys(
-        together, of_all, group, *(turn[:, :1].expand(-1, 2, -1).contiguous() for turn in turns)
+    of_heads = [turn[:, :1].expand(-1, 2, -1).contiguous() for turn in turns]
+    entries = Entries(
+        form=form, codes=together, key_range=of_all, group=group, cos=of_heads[0], sin=of_heads[1]
     )
+    rotated, _ = entries.keys_and_values()
     torch.testing.assert_close(rotated, rotate(torch.cat(decoded), cos, sin))
     assert torch.equal(form.values(together), torch.cat([form.values(own) for own in alone]))
 

@@ -50,12 +50,12 @@ def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Spar
         form=form, codes=codes, key_range=key_range, group=groups(n, codes.device),
         cos=nowhere, sin=torch.zeros_like(nowhere),
     )  # fmt: skip
-    at = torch.arange(n)
+    at, (decoded, of_values) = torch.arange(n), entries.keys_and_values()
     cache = SparseCache(1, Stored(entries), Quest(budget_tokens=64), 64, 1)
     cache.take(
         0,
         LayerEntries(
-            keys=entries.keys(), values=entries.values(), n_entries=n,
+            keys=decoded, values=of_values, n_entries=n,
             is_context=torch.ones(n, dtype=torch.bool), context=at, context_slots=at,
             other_slots=at[:0], changed=at[:0], queries=torch.empty(HEADS, 0, DIM),
             query_slots=at[:0], scaling=SCALING,
@@ -93,12 +93,13 @@ def test_a_step_attends_to_the_tokens_of_the_largest_summed_softmax_and_to_the_r
     output = cache.attend(
         0, query[None, :, None], key[0][None, :, None], value[0][None, :, None], SCALING
     )
-    held = torch.cat((entries.keys(), key)).double()
+    decoded, of_values = entries.keys_and_values()
+    held = torch.cat((decoded, key)).double()
     grouped = query.double().view(GROUPS, -1, DIM)
     logits = torch.einsum("grd,tgd->grt", grouped, held) * SCALING
     best = logits[..., :-1].softmax(-1).sum((0, 1)).topk(64).indices
-    by_value = entries.values().double().mean(0, keepdim=True).repeat(CONTEXT + 1, 1, 1)
-    by_value[best], by_value[-1] = entries.values().double()[best], value[0].double()
+    by_value = of_values.double().mean(0, keepdim=True).repeat(CONTEXT + 1, 1, 1)
+    by_value[best], by_value[-1] = of_values.double()[best], value[0].double()
     expected = torch.einsum("grt,tgd->grd", logits.softmax(-1), by_value).flatten(0, 1)
     torch.testing.assert_close(output[0, :, 0].double(), expected, rtol=tolerance, atol=tolerance)
 

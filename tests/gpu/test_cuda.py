@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.formats import quantise
 from samkv_integrations.cache.formats.quantise import (
     STORE_BITS,
     Entries,
@@ -249,7 +251,9 @@ def _compare(form: EntryFormat, n_tokens: int) -> None:
     assert kernel_of(form) is not None
     some = whole.select(torch.arange(0, n_tokens, 3, device="cuda"))
     for entries in (whole, some):
-        found, expected = entries.keys_and_values(), (entries.keys(), entries.values())
+        found = entries.keys_and_values()
+        with mock.patch.object(quantise, "kernel_of", lambda form: None):
+            expected = entries.keys_and_values()
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.dtype == dtype
             ulp = torch.finfo(dtype).eps

@@ -20,6 +20,7 @@ from samkv_integrations.engine.request import AnswerSettings, FirstToken, Reques
 from samkv_integrations.engine.working_cache import WorkingCache
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method
+from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -105,8 +106,10 @@ def ask(
     planned: list[Planned] = []
     made: list[FirstToken] = []
 
-    def noted(layout: Layout, keep: Tensor, recompute: Tensor, **options: Any) -> PassPlan:
-        plan = plan_pass(layout, keep, recompute, **options)
+    def noted(
+        model: Model, layout: Layout, keep: Tensor, recompute: Tensor, **options: Any
+    ) -> PassPlan:
+        plan = plan_pass(model, layout, keep, recompute, **options)
         planned.append(Planned(keep=keep, recompute=recompute, plan=plan))
         return plan
 

@@ -306,10 +306,7 @@ def blended(
     rotation = model.rotation(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
     context = case.context(model.rotation(at))
-    plan = plan_pass(
-        layout, case.keep, rows, devices=model.layer_devices, dtype=model.dtype,
-        mixes=update is not overwrite, weighs=False,
-    )  # fmt: skip
+    plan = plan_pass(model, layout, case.keep, rows, mixes=update is not overwrite, weighs=False)
     context.load(plan.blocks)
     cache, probed = DenseCache(LAYERS, capacity), []
     blend = Blend(

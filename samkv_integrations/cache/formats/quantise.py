@@ -16,7 +16,7 @@ rounds once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite
@@ -121,7 +121,8 @@ class EntryFormat:
                 "give store_bits=16"
             )
         key_range = self._key_range(mixed)
-        scale, offset = self._of_tokens(key_range, groups(len(mixed), mixed.device))
+        group = groups(len(mixed), mixed.device)
+        scale, offset = key_range.float().index_select(0, group).unbind(1)
         of_keys = self._pack(mixed.sub(offset).div_(scale))
         value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
         scale, offset = value_range.float()[..., None]
@@ -144,58 +145,21 @@ class EntryFormat:
 
         key_range: (N, 2, G, D). group: (T,) the row of key_range of each token.
         """
+        side = entries[:, : self._side]
         if not self.is_quantised:
-            return self._raw(entries[:, : self._side])
-        return torch.cat(self._key_halves(entries, key_range, group), dim=-1)
-
-    def rotated_keys(
-        self, entries: Tensor, key_range: Tensor, group: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        """(T, G, D) float32 keys of entries (T, E), rotated to the positions of cos and sin.
-
-        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster.
-
-        key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous; on a CPU a
-            product that broadcasts (T, 1, D / 2) takes twice as long.
-        """
-        first, second = self._key_halves(entries, key_range, group)
-        shape = (len(entries), self.n_kv_heads, self.head_dim)
-        out = torch.empty(shape, dtype=torch.float32, device=entries.device)
-        lower, upper = out.chunk(2, dim=-1)
-        torch.mul(first, cos, out=lower)
-        lower.addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=upper)
-        upper.addcmul_(first, sin)
-        return out
-
-    def _key_halves(
-        self, entries: Tensor, key_range: Tensor, group: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(T, G, D / 2) float32 each: both halves of the un-rotated keys, see `keys`."""
-        side, half = entries[:, : self._side], self.head_dim // 2
-        if not self.is_quantised:
-            keys = self._raw(side).float()
-            return keys[..., :half], keys[..., half:]
-        lower, upper = self._halves(side)
-        scale, offset = self._of_tokens(key_range[..., :half], group)
-        first = self._mix(torch.addcmul(offset, lower, scale))
-        scale, offset = self._of_tokens(key_range[..., half:], group)
-        return first, self._mix(torch.addcmul(offset, upper, scale))
+            return self._raw(side)
+        # index_select copies whole rows, several times faster than indexing
+        scale, offset = key_range.float().index_select(0, group).unbind(1)
+        return self._mix(torch.addcmul(offset, self._codes(side), scale))
 
     def values(self, entries: Tensor) -> Tensor:
-        """(T, G, D) values of entries (T, E) in ``dtype``."""
+        """(T, G, D) values of entries (T, E): float32, or ``dtype`` with 16 bits."""
         side = entries[:, self._side : 2 * self._side]
         if not self.is_quantised:
             return self._raw(side)
-        ranges = entries[:, 2 * self._side :].contiguous().view(torch.float16).float()
+        ranges = entries[:, 2 * self._side :].view(torch.float16).float()
         scale, offset = ranges.view(len(entries), 2, self.n_kv_heads, 1).unbind(1)
-        half = self.head_dim // 2
-        shape = (len(entries), self.n_kv_heads, self.head_dim)
-        out = torch.empty(shape, dtype=torch.float32, device=entries.device)
-        lower, upper = self._halves(side)
-        torch.mul(lower, scale, out=out[..., :half])
-        torch.mul(upper, scale, out=out[..., half:])
-        return out.add_(offset).to(self.dtype)
+        return self._codes(side).mul_(scale).add_(offset)
 
     @cached_property
     def _mixed_channels(self) -> int:
@@ -215,12 +179,6 @@ class EntryFormat:
         scale = as_half((high - offset.float()) / (2**self.bits - 1) + HALF_STEP)
         return torch.stack((scale, offset))
 
-    def _of_tokens(self, key_range: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and offset of each token, (T, G, channels) float32, from (N, 2, G, channels)."""
-        # index_select copies whole rows, several times faster than indexing
-        scale, offset = key_range.float().unbind(1)
-        return scale.contiguous().index_select(0, group), offset.contiguous().index_select(0, group)
-
     def _raw(self, side: Tensor) -> Tensor:
         numbers = side.contiguous().view(self.dtype)
         return numbers.view(len(side), self.n_kv_heads, self.head_dim)
@@ -233,13 +191,16 @@ class EntryFormat:
             whole = lower.add_(upper, alpha=16)
         return whole.to(torch.uint8).flatten(1)
 
-    def _halves(self, side: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, bytes) -> codes of the first and of the second half of the channels, uint8."""
-        codes = side.reshape(len(side), self.n_kv_heads, side.shape[1] // self.n_kv_heads)
+    def _codes(self, side: Tensor) -> Tensor:
+        """(T, bytes) -> (T, G, D) codes, float32."""
+        packed = side.view(len(side), self.n_kv_heads, -1)
         if self.bits == 8:
-            half = self.head_dim // 2
-            return codes[..., :half], codes[..., half:]
-        return codes & 15, codes >> 4
+            return packed.float()
+        shape, half = (len(side), self.n_kv_heads, self.head_dim), self.head_dim // 2
+        codes = torch.empty(shape, dtype=torch.float32, device=side.device)
+        torch.bitwise_and(packed, 15, out=codes[..., :half])
+        torch.bitwise_right_shift(packed, 4, out=codes[..., half:])
+        return codes
 
 
 def check_store_bits(bits: int) -> None:
@@ -276,17 +237,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Same dtype as ``x``. Paper of the rotation: RoFormer, arXiv 2104.09864, equation 34.
     """
-    return _turn(x.float(), cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)).to(x.dtype)
+    half = x.shape[-1] // 2
+    cos, sin = (side[..., None, :half].float() for side in (cos, sin))
+    return _turn(x.float(), cos, sin).to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin``, half by half, without a copy of ``x``."""
+    """``x * cos + rotate_half(x) * sin``, half by half, without a copy of ``x`` (..., D).
+
+    cos, sin: (..., D / 2), of either half. On a CPU those that broadcast over heads take twice as
+    long.
+    """
     turned, half = torch.empty_like(x), x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    torch.mul(first, cos[..., :half], out=turned[..., :half])
-    turned[..., :half].addcmul_(second, sin[..., :half], value=-1)
-    torch.mul(second, cos[..., half:], out=turned[..., half:])
-    turned[..., half:].addcmul_(first, sin[..., half:])
+    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=turned[..., half:]).addcmul_(first, sin)
     return turned
 
 
@@ -296,9 +261,10 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The model's cos and sin, rounded to bfloat16, do not satisfy cos^2 + sin^2 = 1. The inverse
     divides by that sum; else every stored key would be off by up to 0.5 %.
     """
-    cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)
+    half = x.shape[-1] // 2
+    cos, sin = (side[..., None, :half].float() for side in (cos, sin))
     norm = cos.square() + sin.square()
-    return (_turn(x.float(), cos, -sin) / norm).to(x.dtype)
+    return (_turn(x.float(), cos, -sin) / torch.cat((norm, norm), -1)).to(x.dtype)
 
 
 # -- entries of a context ------------------------------------------------------------------------
@@ -308,8 +274,8 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Entries:
     """Entries of n tokens, and the positions of their keys.
 
-    codes: (n, E) uint8, see `EntryFormat`. key_range: (N, 2, G, D) float16. group: (n,) the row of
-    key_range of each token.
+    codes: (m, E) uint8, see `EntryFormat`. rows: (n,) the row of codes of each token; None for all.
+    key_range: (N, 2, G, D) float16. group: (n,) the row of key_range of each token.
     cos, sin: (Tctx, G, D / 2) float32, contiguous, for all context tokens; on a GPU (Tctx, 1,
     D / 2). tokens: (n,) the row of cos and sin of each token; None for all.
     """
@@ -321,9 +287,10 @@ class Entries:
     cos: Tensor
     sin: Tensor
     tokens: Tensor | None = None
+    rows: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.group)
 
     @property
     def n_bytes(self) -> int:
@@ -331,52 +298,71 @@ class Entries:
         return self.codes.nbytes + self.key_range.nbytes
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """`keys` and `values`, with one kernel where there is one."""
+        """(n, G, D) each, see `write`."""
+        shape = (2, len(self), self.form.n_kv_heads, self.form.head_dim)
+        keys, values = torch.empty(shape, dtype=self.form.dtype, device=self.codes.device)
+        self.write(keys, values)
+        return keys, values
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Write keys, rotated to their positions, and values, into (n, G, D) each.
+
+        With one kernel where there is one. On a CPU, `_TILE` numbers at a time, which is faster
+        than all at once.
+        """
         if self.codes.is_cuda and (kernel := kernel_of(self.form)) is not None:
             cos, sin = self.cos[:, 0], self.sin[:, 0]
             matrix = _hadamard(self.form.head_dim // 2, self.codes.device)
-            return kernel(
-                self.codes, self.group, self.tokens, self.key_range, cos, sin, matrix,
-                self.form.dtype,
+            kernel(
+                self.codes, self.rows, self.group, self.tokens, self.key_range, cos, sin, matrix,
+                keys, values,
             )  # fmt: skip
-        return self.keys(), self.values()
-
-    def keys(self) -> Tensor:
-        """(n, G, D) keys, rotated to their positions, in the model's dtype."""
-        return self._rotated(slice(None)).to(self.form.dtype)
+            return
+        for part in self._parts(self.form.n_kv_heads * self.form.head_dim):
+            codes = self._codes(part)
+            keys[part] = self._rotated(part, codes)
+            values[part] = self.form.values(codes)
 
     def logits(self, query: Tensor) -> Tensor:
-        """(G, H / G, n) float32 products of a query (H, D) with all keys, which are not rounded.
-
-        On a CPU, keys are computed `_TILE` numbers at a time, which is faster than all at once.
-        """
+        """(G, H / G, n) float32 products of a query (H, D) with all keys, which are not rounded."""
         grouped = query.float().view(self.form.n_kv_heads, -1, self.form.head_dim)
         logits = grouped.new_empty(*grouped.shape[:2], len(self))
-        size = max(1, _TILE // grouped[:, 0].numel()) if self.codes.is_cpu else len(self)
-        for first in range(0, len(self), size):
-            part = slice(first, first + size)
-            logits[..., part] = grouped @ self._rotated(part).permute(1, 2, 0)
+        for part in self._parts(grouped[:, 0].numel()):
+            rotated = self._rotated(part, self._codes(part))
+            logits[..., part] = grouped @ rotated.permute(1, 2, 0)
         return logits
 
-    def _rotated(self, part: slice) -> Tensor:
-        """(m, G, D) float32 keys of some entries, rotated to their positions."""
+    def _parts(self, n_numbers: int) -> Iterator[slice]:
+        """Of the tokens; those that are computed at a time. n_numbers: of a token's keys."""
+        size = max(1, _TILE // n_numbers) if self.codes.is_cpu else len(self)
+        for first in range(0, len(self), size):
+            yield slice(first, first + size)
+
+    def _codes(self, part: slice) -> Tensor:
+        if self.rows is None:
+            return self.codes[part]
+        return self.codes.index_select(0, self.rows[part])
+
+    def _rotated(self, part: slice, codes: Tensor) -> Tensor:
+        """(m, G, D) float32 keys of some entries, rotated to their positions.
+
+        Most of the work that a pass does for a context token.
+        """
         if self.tokens is None:
             cos, sin = self.cos[part], self.sin[part]
         else:
             at = self.tokens[part]
             cos, sin = self.cos.index_select(0, at), self.sin.index_select(0, at)
-        return self.form.rotated_keys(self.codes[part], self.key_range, self.group[part], cos, sin)
-
-    def values(self) -> Tensor:
-        """(n, G, D) values in the model's dtype."""
-        return self.form.values(self.codes)
+        keys = self.form.keys(codes, self.key_range, self.group[part])
+        return _turn(keys if self.form.is_quantised else keys.float(), cos, sin)
 
     def select(self, at: Tensor) -> Entries:
         """The entries at indices (k,)."""
         # index_select copies whole rows, several times faster than indexing
         return replace(
             self,
-            codes=self.codes.index_select(0, at),
+            codes=self.codes.index_select(0, at if self.rows is None else self.rows[at]),
+            rows=None,
             group=self.group.index_select(0, at),
             tokens=at if self.tokens is None else self.tokens.index_select(0, at),
         )
@@ -400,15 +386,9 @@ class Entries:
         )
 
 
-_Kernel = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, torch.dtype],
-    tuple[Tensor, Tensor],
-]
-
-
 @lru_cache(maxsize=16)
-def kernel_of(form: EntryFormat) -> _Kernel | None:
-    """`triton_kernels.keys_and_values` if it runs here; None if not, which is only slower."""
+def kernel_of(form: EntryFormat) -> Callable[..., None] | None:
+    """`triton_kernels.write_entries` if it runs here; None if not, which is only slower."""
     half = form.head_dim // 2
     if form.bits != 4 or form._mixed_channels != half or half < 16 or not torch.cuda.is_available():
         return None
@@ -417,12 +397,14 @@ def kernel_of(form: EntryFormat) -> _Kernel | None:
 
         device = torch.device("cuda")
         turns = torch.ones(1, half, dtype=torch.float32, device=device)
-        triton_kernels.keys_and_values(
-            torch.zeros(1, form.n_bytes, dtype=torch.uint8, device=device), groups(1, device), None,
+        shape = (2, 1, form.n_kv_heads, form.head_dim)
+        triton_kernels.write_entries(
+            torch.zeros(1, form.n_bytes, dtype=torch.uint8, device=device), None,
+            groups(1, device), None,
             torch.zeros(form.range_shape(1), dtype=torch.float16, device=device), turns, turns,
-            _hadamard(half, device), form.dtype,
+            _hadamard(half, device), *torch.empty(shape, dtype=form.dtype, device=device),
         )  # fmt: skip
     except Exception as error:  # from Triton, which needs a C compiler
         _log.warning("chunk caches are decoded step by step, which is slower: %s", error)
         return None
-    return triton_kernels.keys_and_values
+    return triton_kernels.write_entries

@@ -1,7 +1,7 @@
 """A Triton kernel that decodes 4-bit entries to keys and values on a CUDA device.
 
-`EntryFormat.rotated_keys` and `values` do the same in some forty operations, each of which reads
-and writes all numbers in float32. The module is imported only where there is such a device.
+`Entries.write` does the same in some twenty operations, each of which reads and writes all numbers
+in float32. The module is imported only where there is such a device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ _BLOCK = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _keys_and_values(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    codes, group, tokens, key_range, cos, sin, hadamard, keys, values, n,  # noqa: ANN001
-    n_bytes: tl.constexpr, n_heads: tl.constexpr, half: tl.constexpr, has_tokens: tl.constexpr,
-    block: tl.constexpr,
+def _write_entries(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    codes, rows, group, tokens, key_range, cos, sin, hadamard, keys, values, n,  # noqa: ANN001
+    of_entry, of_head,  # noqa: ANN001
+    n_bytes: tl.constexpr, n_heads: tl.constexpr, half: tl.constexpr, has_rows: tl.constexpr,
+    has_tokens: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     at = tl.program_id(0) * block + tl.arange(0, block)
     is_there, channel = at < n, tl.arange(0, half)
     both = is_there[:, None] & (channel[None] < half)
     at = tl.where(is_there, at, 0).to(tl.int64)
-    row = codes + at[:, None] * n_bytes
+    row = tl.load(rows + at, mask=is_there, other=0) if has_rows else at
+    entry = codes + row * n_bytes
     side = n_heads * half  # bytes of all keys, or of all values
     # keys: codes * scale + offset for each channel, then the inverse transform and the rotation
-    packed = tl.load(row + head * half + channel[None], mask=both, other=0)
+    packed = tl.load(entry[:, None] + head * half + channel[None], mask=both, other=0)
     of_group = tl.load(group + at, mask=is_there, other=0)
     scale = key_range + (of_group[:, None] * 2 * n_heads + head) * 2 * half + channel[None]
     offset = scale + n_heads * 2 * half
@@ -43,13 +45,13 @@ def _keys_and_values(  # type: ignore[no-untyped-def]  # noqa: ANN202
     place = tl.load(tokens + at, mask=is_there, other=0) if has_tokens else at
     turn = place[:, None] * half + channel[None]
     c, s = tl.load(cos + turn), tl.load(sin + turn)
-    out = (at[:, None] * n_heads + head) * 2 * half + channel[None]
+    out = at[:, None] * of_entry + head * of_head + channel[None]
     kind = keys.dtype.element_ty
     tl.store(keys + out, (first * c - second * s).to(kind), mask=both)
     tl.store(keys + out + half, (second * c + first * s).to(kind), mask=both)
     # values: scale and offset of each token
-    packed = tl.load(row + side + head * half + channel[None], mask=both, other=0)
-    ranges = (codes + at * n_bytes + 2 * side).to(tl.pointer_type(tl.float16))
+    packed = tl.load(entry[:, None] + side + head * half + channel[None], mask=both, other=0)
+    ranges = (entry + 2 * side).to(tl.pointer_type(tl.float16))
     scale_v = tl.load(ranges + head, mask=is_there, other=0).to(tl.float32)[:, None]
     offset_v = tl.load(ranges + n_heads + head, mask=is_there, other=0).to(tl.float32)[:, None]
     tl.store(values + out, ((packed & 15).to(tl.float32) * scale_v + offset_v).to(kind), mask=both)
@@ -57,24 +59,28 @@ def _keys_and_values(  # type: ignore[no-untyped-def]  # noqa: ANN202
     tl.store(values + out + half, second_v.to(kind), mask=both)
 
 
-def keys_and_values(
-    codes: Tensor, group: Tensor, tokens: Tensor | None, key_range: Tensor, cos: Tensor,
-    sin: Tensor, hadamard: Tensor, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Keys, rotated to their positions, and values of 4-bit entries: (n, G, D) each, in ``dtype``.
+def write_entries(
+    codes: Tensor, rows: Tensor | None, group: Tensor, tokens: Tensor | None, key_range: Tensor,
+    cos: Tensor, sin: Tensor, hadamard: Tensor, keys: Tensor, values: Tensor,
+) -> None:  # fmt: skip
+    """Write keys, rotated to their positions, and values of 4-bit entries into (n, G, D) each.
 
-    codes: (n, E) uint8, see `EntryFormat`. group: (n,) the row of key_range (N, 2, G, D) of each
-    entry. cos, sin: (Tctx, D / 2) float32. tokens: (n,) the row of cos and sin of each entry; None
-    for the first n. hadamard: (D / 2, D / 2) float32, the transform of each half of the channels.
+    codes: (m, E) uint8, see `EntryFormat`. rows: (n,) the row of codes of each entry; None for all.
+    group: (n,) the row of key_range (N, 2, G, D) of each entry. cos, sin: (Tctx, D / 2) float32.
+    tokens: (n,) the row of cos and sin of each entry; None for the first n. hadamard: (D / 2,
+    D / 2) float32, the transform of each half of the channels. keys, values: with the same strides.
     """
     n_groups, _, n_heads, head_dim = key_range.shape
     assert all(x.is_contiguous() for x in (codes, group, key_range, cos, sin, hadamard))
-    keys, values = codes.new_empty(2, len(codes), n_heads, head_dim, dtype=dtype)
-    grid = (triton.cdiv(len(codes), _BLOCK), n_heads)
-    with torch.cuda.device(codes.device):  # Triton launches on the current device
-        _keys_and_values[grid](
-            codes, group, group if tokens is None else tokens, key_range, cos, sin, hadamard, keys,
-            values, len(codes), n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2,
+    of_entry, of_head, of_channel = keys.stride()
+    assert of_channel == 1 and keys.stride() == values.stride()
+    n = len(group)
+    grid = (triton.cdiv(n, _BLOCK), n_heads)
+    # Triton launches on the current device
+    with torch.cuda.device_of(codes):  # type: ignore[no-untyped-call]
+        _write_entries[grid](
+            codes, codes if rows is None else rows, group, group if tokens is None else tokens,
+            key_range, cos, sin, hadamard, keys, values, n, of_entry, of_head,
+            n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2, has_rows=rows is not None,
             has_tokens=tokens is not None, block=_BLOCK,
         )  # fmt: skip
-    return keys, values

@@ -1,0 +1,128 @@
+"""How many operations a first token takes, how many launches on a GPU, and that it waits for none.
+
+The counts do not depend on the machine. Whoever makes one smaller makes its bound here smaller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from samkv_integrations.cache.formats import quantise
+from samkv_integrations.cache.formats.quantise import Entries, EntryFormat
+from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.engine.blend import Blend
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.model.model import Model
+from tests.laws.test_device import OnThisThread
+from tests.support.models import byte_tokenizer, hf_model
+from tests.support.operations import Operations
+from tests.support.pretend_device import DEVICE, pretend_device
+
+CHUNKS = [
+    f"the {name} of number {name} is at the {name}, " * 4
+    for name in ("mill", "inn", "quay", "barn", "ferry")
+]
+PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
+FEW, MANY = 3, 7
+
+
+def engine(n_layers: int, store: MemoryStore | None = None) -> Engine:
+    """Of a small Llama in bfloat16; on the device if it gets a store."""
+    hf = hf_model("llama", num_hidden_layers=n_layers, head_dim=64).to(torch.bfloat16)
+    model = Model(hf.to("cpu" if store is None else DEVICE), byte_tokenizer(bos=True), "tiny")
+    # no prefix cache, whose copies are no part of a pass
+    return Engine(model, store, block_size=8, prefix_bytes=0, scheduler=OnThisThread(model))
+
+
+def filled(n_layers: int) -> Engine:
+    made = engine(n_layers)
+    made.cache_chunks(CHUNKS)
+    return made
+
+
+def stand_in(counted: Operations, form: EntryFormat) -> Callable[..., None]:
+    """In place of the Triton kernel: what it computes, as one launch."""
+
+    def kernel(*given: Tensor | None) -> None:
+        held: Any = [None if each is None else each.held for each in given]  # type: ignore[attr-defined]
+        codes, rows, group, tokens, key_range, cos, sin, _, keys, values = held
+        entries = Entries(
+            form=form, codes=codes, rows=rows, group=group, tokens=tokens, key_range=key_range,
+            cos=cos[:, None], sin=sin[:, None],
+        )  # fmt: skip
+        with _disable_current_modes():
+            entries.write(keys, values)
+        counted.counts["kernel"] += 1
+
+    return kernel
+
+
+def on_cpu(n_layers: int, method: str) -> Counter[str]:
+    """The operations of a whole first token."""
+    made = filled(n_layers)
+    made.logits(PROMPT, CHUNKS, method=method)
+    with Operations() as counted:
+        made.logits(PROMPT, CHUNKS, method=method)
+    return counted.counts
+
+
+def on_device(
+    n_layers: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Counter[str], Counter[str], Tensor]:
+    """The launches of a pass, by name; what its layers wait for; the first token's logits."""
+    store, through, embed = filled(n_layers).store, Blend.through_layers, Model.embed
+    launches, before, waits = Counter[str](), Counter[str](), Counter[str]()
+
+    with monkeypatch.context() as patch, pretend_device() as device:
+        quantise._hadamard(32, DEVICE)  # noqa: SLF001  (made once in a process)
+
+        def embedding(*args: Any) -> Tensor:
+            hidden = embed(*args)
+            before.update(device.waits)
+            return hidden
+
+        def counting(*args: Any) -> Tensor:
+            with Operations() as counted:
+                patch.setattr(quantise, "kernel_of", lambda form: stand_in(counted, form))
+                result = through(*args)
+            launches.update(counted.counts)
+            waits.update(device.waits - before)
+            return result
+
+        patch.setattr(Model, "embed", embedding)
+        patch.setattr(Blend, "through_layers", counting)
+        logits = engine(n_layers, store).logits(PROMPT, CHUNKS, method=method)
+    return launches, waits, logits
+
+
+def of_a_layer(few: Counter[str], many: Counter[str]) -> dict[str, float]:
+    found = {name: (many[name] - few[name]) / (MANY - FEW) for name in many}
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("method", "most", "around"), [("epic", 53, 256), ("reuse", 47, 243), ("recompute", 23, 214)]
+)
+def test_operations_on_a_cpu(method: str, most: int, around: int):
+    """Of each layer, and of all that is around the layers."""
+    few, many = (on_cpu(n_layers, method) for n_layers in (FEW, MANY))
+    found = of_a_layer(few, many)
+    assert sum(found.values()) <= most, found
+    assert few.total() - FEW * sum(found.values()) <= around, few
+
+
+@pytest.mark.parametrize(("method", "most"), [("epic", 24), ("reuse", 24), ("recompute", 22)])
+def test_launches_on_a_gpu(method: str, most: int, monkeypatch: pytest.MonkeyPatch):
+    """The Triton kernel is one, and attention; so is a copy of a layer's entries."""
+    few, many = (on_device(n_layers, method, monkeypatch) for n_layers in (FEW, MANY))
+    found = of_a_layer(few[0], many[0])
+    assert sum(found.values()) <= most, found
+    for _, waits, _ in (few, many):
+        assert not waits, "the host waits between the first layer and the logits"
