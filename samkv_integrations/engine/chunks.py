@@ -29,7 +29,13 @@ from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
 from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
-from samkv_integrations.engine.prefill import Before, batches, entries_before, prefill
+from samkv_integrations.engine.prefill import (
+    Before,
+    PrefilledChunks,
+    batches,
+    entries_before,
+    prefill,
+)
 from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
@@ -359,6 +365,10 @@ class Chunks:
         for key in {ref.key for ref in chunks} - missed.keys():
             self.store.touch(key, self.fingerprint)
         fingerprint, is_same_model = self.while_computing()
+
+        def keep(caches: PrefilledChunks, at: int) -> None:
+            self.keep(since, caches[at])
+
         with (
             tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
             ThreadPoolExecutor(_WRITERS) as writers,
@@ -374,7 +384,7 @@ class Chunks:
                 if missed:
                     of_prefix = partial(self._entries_before, fingerprint, is_same_model)
                     before = self._run(of_prefix)
-                for batch in batches(list(missed.values())):
+                for batch in batches(list(missed.values()), self.model.device):
                     caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
                     if not is_same_model():
                         raise StoreError(
@@ -384,7 +394,7 @@ class Chunks:
                     for _ in written:  # of the batch before, while this one was computed
                         bar.update()
                         on_written()
-                    written = writers.map(partial(self.keep, since), caches)
+                    written = writers.map(partial(keep, caches), range(len(caches)))
                 for _ in written:
                     bar.update()
                     on_written()
@@ -425,7 +435,7 @@ class Chunks:
         fingerprint, is_same_model = self.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         before = self._entries_before(fingerprint, is_same_model) if chunks else ()
-        pending = batches(chunks)
+        pending = batches(chunks, self.model.device)
         while pending:
             batch = pending.pop(0)
             try:
