@@ -81,8 +81,7 @@ def layer_statistics(
     assert n_heads % n_kv_heads == 0
     device = query.device
     query, key = query.float(), key.float()
-    moments = (m.to(device, torch.float32) for m in _log_distances(n_tokens))
-    mean_u, spread_u = (m[n_later.clamp(min=0)] for m in moments)
+    mean_u, spread_u = (m[n_later.clamp(min=0)] for m in _log_distances(n_tokens, device))
     is_token = (n_later >= 0).float()[..., None] if n_chunks > 1 else None
     u, hidden = _distances(n_tokens, tile, device)
     received = torch.zeros(n_chunks, n_tokens, dtype=torch.float32, device=device)
@@ -134,8 +133,8 @@ def _distances(n_tokens: int, tile: int, device: torch.device) -> tuple[Tensor, 
 
 
 @lru_cache(maxsize=32)
-def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor]:
-    """Moments of u = log x for the fit, for n = 0 to T - 1 later tokens, (T,) float64 each.
+def _log_distances(n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Moments of u = log x for the fit, for n = 0 to T - 1 later tokens, (T,) float32 each.
 
     The mean of u over x = 1 ... n; the sum of squared deviations from that mean, nan where n is
     below `MIN_LATER`.
@@ -145,7 +144,7 @@ def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor]:
     mean = u.cumsum(0) / count.clamp(min=1)
     spread = u.square().cumsum(0) - count * mean.square()
     spread[:MIN_LATER] = torch.nan
-    return mean, spread
+    return mean.to(device, torch.float32), spread.to(device, torch.float32)
 
 
 def chunk_statistics(alpha: Tensor, sustained: Tensor, blocks: ChunkBlocks) -> ChunkStatistics:

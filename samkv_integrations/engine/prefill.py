@@ -179,13 +179,17 @@ class _SideBySide:
         self._is_token = (at < each).flatten().nonzero()[:, 0].to(device)
 
     def stack(self, side: Tensor) -> Tensor:
-        """(heads, R, D) of a pass as (C, heads, T, D)."""
+        """(heads, R, D) of a pass as (C, heads, T, D); of one chunk without a copy."""
+        if self._shape[0] == 1:
+            return side[None, :, self.of_pass]
         n_heads, _, dim = side.shape
         rows = side.index_select(1, self._rows)
         return rows.view(n_heads, *self._shape, dim).transpose(0, 1)
 
     def flatten(self, side: Tensor) -> Tensor:
         """(C, T, ...) without padding, one chunk behind the other."""
+        if self._shape[0] == 1:
+            return side[0]
         return side.flatten(0, 1).index_select(0, self._is_token)
 
 
