@@ -148,8 +148,10 @@ async def normal(http: httpx.AsyncClient, asked: Sequence[Asked], at: int, seen:
         seen.seconds[phase].setdefault(one.prompt, []).append(seconds)
         if reply.status_code != 200:
             seen.wrong.append(f"{reply.status_code}: {reply.text[:200]}")
-        elif (text := reply.json()["choices"][0]["text"]) != one.answers[METHOD]:
-            seen.wrong.append(f"{text!r} for {one.answers[METHOD]!r}")
+            continue
+        text, samkv = reply.json()["choices"][0]["text"], reply.json()["samkv"]
+        if text != (right := one.answers.get((METHOD, samkv["exact_tokens"]))):
+            seen.wrong.append(f"{text!r} for {right!r}, {samkv}")
 
 
 async def hostile(http: httpx.AsyncClient, name: str, leaves: bool, outcomes: Counter[str]) -> None:

@@ -10,7 +10,6 @@ import typer
 from benchmarks.shapes import shape_names
 
 AllMethods = Annotated[str, typer.Option(help="NAME,NAME,... or 'all'.")]
-Fresh = Annotated[bool, typer.Option(help="Drop what the folder of the run holds.")]
 
 # -- of the benches of time ---------------------------------------------------------------------
 Shape = Annotated[str, typer.Option(help=f"One of {', '.join(shape_names())}.")]
@@ -38,48 +37,23 @@ NewTokens = Annotated[int, typer.Option(help="Tokens of an answer; from 2 on the
 Memory = Annotated[bool, typer.Option(help="Measure memory, in one more round.")]
 
 # -- of the bench of a server -------------------------------------------------------------------
-Url = Annotated[
-    str | None,
-    typer.Option(help="A running server, up to /v1. Default: one of its own, with --model."),
-]
 ServedModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        help="Hub id, folder, GGUF file, 'smollm2' or 'builtin'; with --url, its name there.",
-    ),
+    str, typer.Option("--model", help="Hub id, folder, GGUF file, 'smollm2' or 'builtin'.")
 ]
 ServedShape = Annotated[
     str | None,
     typer.Option("--shape", help=f"Random weights and words: {', '.join(shape_names())}."),
 ]
 ServedQuestions = Annotated[
-    str | None,
-    typer.Option("--questions", help="short, long or a JSON Lines file. Default: short."),
+    str, typer.Option("--questions", help="short, long or a JSON Lines file.")
 ]
-PromptChunks = Annotated[
-    int | None, typer.Option("--chunks", help="Of random words: chunks in a prompt. [8]")
-]
+PromptChunks = Annotated[int, typer.Option("--chunks", help="Of random words: chunks in a prompt.")]
 PromptChunkTokens = Annotated[
-    int | None, typer.Option("--chunk-tokens", help="Of random words: tokens in a chunk. [512]")
-]
-WarmShare = Annotated[
-    float | None,
-    typer.Option(help="Of random words: share of a prompt's chunks that are cached before. [1.0]"),
+    int, typer.Option("--chunk-tokens", help="Of random words: tokens in a chunk.")
 ]
 Concurrency = Annotated[
-    str, typer.Option(help="Clients that each wait for their answer: 8 or 1,4,8,... [8]")
+    str, typer.Option(help="Clients that each wait for their answer: 8 or 1,4,8,...")
 ]
-Rate = Annotated[
-    str, typer.Option(help="Instead: requests a second that come whether or not: 0.5,2,...")
-]
-Requests = Annotated[int, typer.Option(help="Of each method, at each concurrency or rate.")]
+Requests = Annotated[int, typer.Option(help="Of each method in a round.")]
 Rounds = Annotated[int, typer.Option(help="Turns in which a method sends them.")]
 RequestSeconds = Annotated[float, typer.Option("--timeout", help="Seconds a request may take.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="SAMKV_API_KEY", help="A key of the server; better in the environment."),
-]
-LoadFolder = Annotated[
-    Path | None, typer.Option(help="Folder to keep every request in, as JSON Lines.")
-]

@@ -1,192 +1,233 @@
-"""``python -m benchmarks serve``."""
+"""A server under load: many clients at once, methods side by side.
+
+python -m benchmarks serve --shape qwen2.5-0.5b --layers 6 --concurrency 8
+python -m benchmarks serve --model builtin --questions long --concurrency 1,4,8
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+import httpx
+import numpy as np
 import typer
-from rich.table import Table
-from tqdm.auto import tqdm
 
+from benchmarks import models
 from benchmarks import options as own
-from benchmarks.commands import command_line, counts, method_names, shares
-from benchmarks.journal import Journal
+from benchmarks.commands import TRUTH, command_line, counts, method_names, time_table
+from benchmarks.datasets import load
 from benchmarks.latency import check_folder
-from benchmarks.load import (
-    AS_SERVED,
-    Block,
-    Client,
-    Endpoint,
-    LoadConfig,
-    Pace,
-    Prompts,
-    Record,
-    require_httpx,
-    run,
-)
-from benchmarks.load_prompts import Prepared, Subject
-from benchmarks.load_summary import rows_of
 from benchmarks.run_settings import machine
 from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.formatting import Row, ratio, seconds
+from samkv_integrations.formatting import Row
 from samkv_integrations.methods import get_method
+from samkv_integrations.prompt import rag_prompt
 
-Keep = Callable[[Pace, Record], None]
-
-_OWN_SERVER = "http://127.0.0.1/v1"
-"""Stands for the server that is started here, whose port is known when it runs."""
+COLUMNS = (
+    "label", "concurrency", "requests", "answered", "requests_per_s", "output_tokens_per_s",
+    "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "token_p50_s", "wait_p50_s", "ttft_ratio",
+)  # fmt: skip
+QUESTION_TOKENS = 12
+TEXTS_A_REQUEST = 8
+"""Chunks that one request has cached: some seconds of the model's time."""
 
 
 def serve(
-    url: own.Url = None, model: own.ServedModel = None, shape: own.ServedShape = None,
+    model: own.ServedModel = models.BUILTIN, shape: own.ServedShape = None,
     layers: own.Layers = None, dtype: args.Dtype = "auto", device: args.Device = "auto",
-    questions: own.ServedQuestions = None, chunks: own.PromptChunks = None,
-    chunk_tokens: own.PromptChunkTokens = None, warm_share: own.WarmShare = None,
-    chat: args.Chat = False, methods: own.AllMethods = "auto,recompute",
-    concurrency: own.Concurrency = "", rate: own.Rate = "", requests: own.Requests = 32,
-    rounds: own.Rounds = 2, max_tokens: own.NewTokens = 16,
-    timeout: own.RequestSeconds = 600.0, api_key: own.ApiKey = None,
-    folder: own.BenchFolder = None, output: own.LoadFolder = None, fresh: own.Fresh = False,
-    as_json: args.Json = False,
+    questions: own.ServedQuestions = "short", chunks: own.PromptChunks = 8,
+    chunk_tokens: own.PromptChunkTokens = 512, methods: own.AllMethods = "auto,recompute",
+    concurrency: own.Concurrency = "8", requests: own.Requests = 32, rounds: own.Rounds = 2,
+    max_tokens: own.NewTokens = 16, timeout: own.RequestSeconds = 600.0,
+    folder: own.BenchFolder = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Throughput and latencies of a server under load, methods side by side."""
-    subject = Subject(
-        url=url, model=model, shape=shape, layers=layers, dtype=dtype, device=device,
-        questions=questions, n_chunks=chunks, chunk_tokens=chunk_tokens, warm_share=warm_share,
-        chat=chat,
-    )  # fmt: skip
-    config = LoadConfig(
-        labels=tuple(get_method(name).name for name in method_names(methods)),
-        paces=_paces(concurrency, rate), requests=requests, rounds=rounds,
-    )  # fmt: skip
-    endpoint = Endpoint(
-        url=url or _OWN_SERVER, model=model if url else None, max_tokens=max_tokens,
-        timeout_s=timeout, api_key=api_key,
-    )  # fmt: skip
-    require_httpx()
     check_folder(folder)
-    use_threads_for(subject.name)
-    settings = _settings(subject, config, endpoint)
-    with (
-        _journal(output, settings, fresh=fresh) as keep,
-        _target(subject, endpoint, config, folder) as (found, made),
-    ):
-        name, blocks = asyncio.run(_measured(found, config, made.prompts, keep))
-    rows, name = rows_of(blocks), name if url else made.name
+    labels = [get_method(name).name for name in method_names(methods)]
+    clients = counts("--concurrency", concurrency)
+    use_threads_for(shape or model)
+    n_prompts = 1 + len(clients) * rounds * requests  # the first one warms up
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        if shape is None:
+            found = load(questions)
+            cached = list(dict.fromkeys(text for one in found for text in one.documents))
+            asked = [found[n % len(found)] for n in range(n_prompts)]
+            prompts = [rag_prompt(one.question, one.documents) for one in asked]
+        else:
+            saved = random_weights(shape, layers, dtype, device, chunks * (chunk_tokens + 16) + 512,
+                                   Path(place) / "model")  # fmt: skip
+            model = str(Path(place) / "model") if shape != models.BUILTIN else shape
+            cached, prompts = random_prompts(saved, chunks, chunk_tokens, n_prompts)
+        options = ("--model", model, "--dir", str(Path(place) / "served"), "--device", device,
+                   "--dtype", dtype)  # fmt: skip
+        with serving(options) as url:
+            rows = asyncio.run(
+                measured(url, cached, prompts, labels, clients, requests, rounds, max_tokens,
+                         timeout)
+            )  # fmt: skip
     if as_json:
-        more = {"hardware": settings["hardware"], "settings": settings}
-        typer.echo(formatting.to_json("benchmarks serve", name, rows, more))
+        more = {"hardware": machine(), "commit": formatting.commit()}
+        typer.echo(formatting.to_json("benchmarks serve", shape or model, rows, more))
         return
-    out = tables.console()
-    out.print(load_table(rows))
-    for line in load_lines(rows):
-        out.print(line)
+    typer.echo(time_table(COLUMNS, rows))
+    for row in rows:
+        typer.echo(f"{row['label']}, {row['concurrency']} clients: ran {row['ran']}; "
+                   f"errors {row['errors'] or 'none'}")  # fmt: skip
 
 
-def _paces(concurrency: str, rate: str) -> tuple[Pace, ...]:
-    if concurrency and rate:
-        raise InvalidOption(
-            f"--concurrency {concurrency} and --rate {rate}; clients that wait for their answers "
-            "send no fixed number a second: give one of them"
-        )
-    if rate:
-        return tuple(Pace(rate=each) for each in shares("--rate", rate))
-    return tuple(Pace(concurrency=each) for each in counts("--concurrency", concurrency or "8"))
+def random_weights(
+    shape: str, layers: int | None, dtype: str, device: str, window: int, folder: Path
+) -> models.Model:
+    """A model of this shape, written to ``folder`` unless it is the built-in one."""
+    made = models.build(shape, layers=layers, dtype=dtype, device=device, seed=0, window=window)
+    return made if shape == models.BUILTIN else models.save(made, folder)
 
 
-def _settings(subject: Subject, config: LoadConfig, endpoint: Endpoint) -> dict[str, Any]:
-    """All that a run depends on, but no key; and the machine that the requests come from."""
+def random_prompts(
+    model: models.Model, n_chunks: int, chunk_tokens: int, n_prompts: int
+) -> tuple[list[str], list[str]]:
+    """Chunks of random words, and prompts of some of them in random order."""
+    words, dice = models.Words(model, 0), random.Random(0)
+    pool = [words.text(chunk_tokens) for _ in range(2 * n_chunks)]
+    return pool, [
+        rag_prompt(words.text(QUESTION_TOKENS) + "?", dice.sample(pool, n_chunks))
+        for _ in range(n_prompts)
+    ]
+
+
+async def measured(
+    url: str, cached: Sequence[str], prompts: Sequence[str], labels: Sequence[str],
+    clients: Sequence[int], requests: int, rounds: int, max_tokens: int, timeout_s: float,
+) -> list[Row]:  # fmt: skip
+    """Send all prompts with each method; a row for each method at each number of clients.
+
+    In each round a method has the server to itself, and every second round goes through the
+    methods backwards, so that a machine that gets slower or faster does so for all.
+    """
+    limits = httpx.Limits(max_connections=None)  # the server's queue is what is measured
+    async with httpx.AsyncClient(
+        base_url=f"{url}/", timeout=timeout_s, limits=limits, trust_env=False
+    ) as http:
+        for at in range(0, len(cached), TEXTS_A_REQUEST):
+            body = {"texts": list(cached[at : at + TEXTS_A_REQUEST])}
+            (await http.post("samkv/chunks", json=body)).raise_for_status()
+        name = (await http.get("models")).json()["data"][0]["id"]
+        numbers = iter(range(len(prompts) * len(labels)))
+
+        async def send(prompt: str, label: str) -> Row:
+            # a number of its own, or the method that asks second would go on from held memory
+            body = {"model": name, "prompt": f"Request {next(numbers):06d}.\n\n{prompt}",
+                    "max_tokens": max_tokens, "samkv": {"method": label}}  # fmt: skip
+            return await ask(http, body)
+
+        for label in labels:
+            await send(prompts[0], label)
+        waiting, rows = iter(prompts[1:]), []
+        for n_clients in clients:
+            outcomes: dict[str, list[Row]] = {label: [] for label in labels}
+            seconds: Counter[str] = Counter()
+            for number in range(rounds):
+                now = [next(waiting) for _ in range(requests)]
+                for label in labels[:: -1 if number % 2 else 1]:
+                    began = time.perf_counter()
+                    todo = iter(now)
+
+                    async def client(label: str = label, todo: Iterator[str] = todo) -> list[Row]:
+                        return [await send(prompt, label) for prompt in todo]
+
+                    each = await asyncio.gather(*(client() for _ in range(n_clients)))
+                    outcomes[label] += [outcome for some in each for outcome in some]
+                    seconds[label] += time.perf_counter() - began
+            rows += rows_of(outcomes, seconds, n_clients)
+        return rows
+
+
+async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Row:
+    """One request, streamed; what it took, or why it has no complete answer (``error``)."""
+    body = {**body, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    began, moments, usage, report = time.perf_counter(), [], {}, {}
+    try:
+        async with http.stream("POST", "completions", json=body) as response:
+            if response.status_code != 200:
+                return {"error": f"{response.status_code} {(await response.aread())[:300]!r}"}
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    break
+                part = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+                if "error" in part:
+                    return {"error": str(part["error"])}
+                if any(choice.get("text") for choice in part.get("choices") or ()):
+                    moments.append(time.perf_counter())
+                usage, report = part.get("usage") or usage, part.get("samkv") or report
+            else:
+                return {"error": "the stream ended before its [DONE]"}
+    except httpx.HTTPError as error:
+        return {"error": f"{type(error).__name__} {error}"}
+    if not moments:
+        return {"error": "an answer without text"}
+    n_later = usage["completion_tokens"] - 1
     return {
-        **asdict(subject), **asdict(config), "max_tokens": endpoint.max_tokens,
-        "timeout_s": endpoint.timeout_s, "version": formatting.version(),
-        "commit": formatting.commit(), "hardware": machine(),
+        "error": None, "ttft_s": moments[0] - began, "wait_s": report["wait_s"],
+        "token_s": (moments[-1] - moments[0]) / n_later if n_later else None,
+        "ran": report["ran"], "completion_tokens": usage["completion_tokens"],
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
     }  # fmt: skip
 
 
-@contextmanager
-def _journal(output: Path | None, settings: dict[str, Any], *, fresh: bool) -> Iterator[Keep]:
-    """What keeps each record: in a folder, if one is given."""
-    if output is None:
-        yield lambda pace, record: None
-        return
-    with Journal(output, settings, fresh=fresh) as journal:
-        if journal.rows:
-            raise InvalidOption(
-                f"{output} holds such a run already, and a load cannot go on where it was stopped; "
-                "name another folder with --output, or drop what it holds with --fresh"
-            )
+def rows_of(
+    outcomes: Mapping[str, Sequence[Row]], seconds: Mapping[str, float], n_clients: int
+) -> list[Row]:
+    """A row for each method. Times are of complete answers; a second is of the method's turns.
 
-        def keep(pace: Pace, record: Record) -> None:
-            journal.add({"id": f"{pace}, prompt {record.index}", "pace": str(pace),
-                         **asdict(record)})  # fmt: skip
-
-        yield keep
-
-
-@contextmanager
-def _target(
-    subject: Subject, endpoint: Endpoint, config: LoadConfig, folder: Path | None
-) -> Iterator[tuple[Endpoint, Prepared]]:
-    """Where the requests go: the server that is named, or one that runs as long as this does."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        made = subject.prepare(
-            config.labels, config.n_prompts, endpoint.max_tokens, Path(place) / "model"
-        )
-        if subject.url is not None:
-            yield endpoint, made
-            return
-        options = (
-            "--model", made.served, "--dir", str(Path(place) / "served"),
-            "--device", subject.device, "--dtype", subject.dtype,
-        )  # fmt: skip
-        with serving(options) as url:
-            yield replace(endpoint, url=url), made
+    ttft_ratio: the median first token over that of `recompute` for the same prompts.
+    """
+    good = {name: [one for one in some if not one["error"]] for name, some in outcomes.items()}
+    full = percentile(good.get(TRUTH, ()), "ttft_s", 50)
+    rows: list[Row] = []
+    for label, some in outcomes.items():
+        answered = good[label]
+        n_tokens = sum(one["completion_tokens"] for one in answered)
+        row: dict[str, Any] = {
+            "label": label, "concurrency": n_clients, "requests": len(some),
+            "answered": len(answered), "requests_per_s": len(answered) / seconds[label],
+            "output_tokens_per_s": n_tokens / seconds[label],
+            "errors": dict(Counter(one["error"] for one in some if one["error"])),
+            "ran": dict(Counter(one["ran"] for one in answered)),
+            "prompt_tokens": percentile(answered, "prompt_tokens", 50),
+            "cached_tokens": percentile(answered, "cached_tokens", 50),
+        }  # fmt: skip
+        for name in ("ttft", "token", "wait"):
+            row |= {f"{name}_p{p}_s": percentile(answered, f"{name}_s", p) for p in (50, 90, 99)}
+        row["ttft_ratio"] = row["ttft_p50_s"] / full if full and row["ttft_p50_s"] else None
+        rows.append(row)
+    return rows
 
 
-async def _measured(
-    endpoint: Endpoint, config: LoadConfig, prompts: Prompts, keep: Keep
-) -> tuple[str, list[Block]]:
-    """Have the chunks cached, then send everything; the server's name of the model comes first."""
-    async with Client(endpoint) as client:
-        name = await client.pick_model()
-        if await client.has_chunks():
-            await client.cache_chunks(prompts.cached)
-        else:
-            typer.echo(
-                f"{endpoint.url} has no samkv/chunks: it is measured as it is, without chunk "
-                f"caches and methods ({AS_SERVED})",
-                err=True,
-            )
-            first = prompts.by_label[config.labels[0]]
-            config = replace(config, labels=(AS_SERVED,))
-            prompts = replace(prompts, by_label={AS_SERVED: first})
-        total = len(config.paces) * config.requests * len(config.labels)
-        with tqdm(total=total, desc="asking") as bar:
-
-            def on_record(pace: Pace, record: Record) -> None:
-                bar.update()
-                keep(pace, record)
-
-            return name, await run(config, client, prompts, on_record)
+def percentile(outcomes: Sequence[Row], name: str, percent: float) -> float | None:
+    """A percentile of a figure, linear between its two neighbours; None if nobody has it."""
+    values = [one[name] for one in outcomes if one[name] is not None]
+    return float(np.percentile(values, percent)) if values else None
 
 
 STOP_S = 10.0
@@ -235,8 +276,8 @@ def _ready_url(server: subprocess.Popen[str], lines: IO[str]) -> str:
         last.append(line.strip())
     said = " ".join(line for line in last if line) or "it said nothing"
     raise InvalidOption(
-        f"the server ended before it was ready (exit code {server.wait()}): {said}; mend that, or "
-        "name a running server with --url"
+        f"the server ended before it was ready (exit code {server.wait()}): {said}; "
+        "mend that, and start again"
     )
 
 
@@ -264,52 +305,6 @@ def _ends_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def load_table(rows: Sequence[Row]) -> Table:
-    """A row for each label at each pace."""
-    columns = (
-        "method", "load", "answered", "requests\na second", "tokens\na second", "first\ntoken p50",
-        "p90", "p99", "a token\np50", "p99", "of re-\ncompute",
-    )  # fmt: skip
-    cells = [
-        (
-            row["label"],
-            _load(row),
-            f"{row['answered']} of {row['requests']}",
-            f"{row['requests_per_s']:.2f}",
-            f"{row['output_tokens_per_s']:.1f}",
-            *(_seconds(row[f"ttft_p{p}_s"]) for p in (50, 90, 99)),
-            *(_seconds(row[f"token_p{p}_s"]) for p in (50, 99)),
-            ratio(row["ttft_ratio"]),
-        )
-        for row in rows
-    ]
-    return tables.table(columns, cells, left=2, gap=1)
-
-
-def load_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """What the table has no place for: intervals, what methods came to, queueing, and errors."""
-    for row in rows:
-        name = f"{row['label']}, {_load(row)}"
-        if row["ttft_ratio_low"] is not None and row["ttft_ratio"] != 1:
-            yield (
-                f"{name}: median first token {row['ttft_ratio']:.3f} of recompute's "
-                f"(95 %: {row['ttft_ratio_low']:.3f} to {row['ttft_ratio_high']:.3f})"
-            )
-        if row["ran"]:
-            ways = ", ".join(f"{way} for {n}" for way, n in row["ran"].items())
-            yield f"{name}: ran {ways}; waited {_seconds(row['wait_p50_s'])} (median)"
-        for kind, n in row["errors"].items():
-            yield f"{name}: {n} x {kind} ({row['error_messages'][kind]})"
-
-
-def _load(row: Row) -> str:
-    return str(Pace(concurrency=row["concurrency"], rate=row["rate"]))
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else seconds(value)
 
 
 app = command_line(serve)

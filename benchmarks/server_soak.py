@@ -6,8 +6,9 @@
 of the documents each. Of the requests a tenth leave at once, after the first event or in the midst,
 and a tenth are refused, each in its own way. Some ask for the other tenant's documents, which must
 not be found. Some cache texts of their own, ask about them, and delete them; then they must not be
-found either. Every other answer is compared with that of an engine that answers one by one over the
-same chunk caches. Beside them ``samkv ingest``, ``ask`` and ``remove`` run over and over in the
+found either. Every other answer is compared with that of an engine that answers one by one over a
+copy of the chunk caches, with the exact beginning of the first chunk or without, as the answer's
+usage says. Beside them ``samkv ingest``, ``ask`` and ``remove`` run over and over in the
 server's folder. Memory and file descriptors are the server's own figures, every half a minute;
 ``memory_growth`` is the median of memory's last quarter over that of the quarter before, less one.
 """
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -50,20 +52,22 @@ MAX_TOKENS = 16
 PATIENCE_S = 300.0
 LOOK_S = 30.0
 PAUSE_S = 5.0
-"""Seconds between two rounds of the command line."""
+"""Seconds between two rounds of the command line, and of each minute without a new request, in
+which exact beginnings are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A prompt of a tenant, and its answer by each method.
+    """A prompt of a tenant.
 
+    answers: by method and exact tokens, which an exact beginning of the first chunk adds.
     shared: chunks of the other tenant's own documents that have 16 tokens in a row with it.
     """
 
     tenant: str
     prompt: str
     documents: tuple[str, ...]
-    answers: dict[str, str]
+    answers: dict[tuple[str, int], str]
     shared: int
 
 
@@ -87,17 +91,32 @@ def questions(n: int) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def expected(folder: Path, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> list[Asked]:
-    """Each question with its answers, one by one, over the server's own caches."""
+    """Each question with its answers, one by one, over a copy of the server's caches."""
     torch.set_num_threads(1)
     model = load_model("builtin")
-    engines = {
-        name: Engine(model, ChunkStore(folder / "kv", namespace=name), prefix_bytes=0)
-        for name in KEYS
-    }
+    shutil.copytree(folder / "kv", folder / "copy")  # the server makes its own beginnings
     own = {name: MemoryIndex(b"soak") for name in KEYS}
     for tenant, _, documents in rows:
         for body in documents:
             own[tenant].add(body, model.tokenize(body, special=False))
+    answers: dict[str, dict[tuple[str, int], str]] = {prompt: {} for _, prompt, _ in rows}
+    for has_beginnings in (False, True):
+        engines = {
+            name: Engine(
+                model, ChunkStore(folder / "copy", namespace=name), prefix_bytes=0,
+                exact_beginnings=has_beginnings,
+            )
+            for name in KEYS
+        }  # fmt: skip
+        for tenant, prompt, _ in rows:
+            engine = engines[tenant]
+            for _ in range(2 * has_beginnings):  # a head that was seen once gets no beginning
+                engine.generate(prompt, method="reuse", max_new_tokens=1)
+                engine.make_beginnings()
+            for method in METHODS:
+                answer = engine.generate(prompt, method=method, max_new_tokens=MAX_TOKENS)
+                key = method, answer.report.exact_tokens
+                assert answers[prompt].setdefault(key, answer.text) == answer.text
 
     def shared(tenant: str, prompt: str) -> int:
         (other,) = KEYS.keys() - {tenant}
@@ -105,13 +124,7 @@ def expected(folder: Path, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> 
 
     return [
         Asked(
-            tenant=tenant, prompt=prompt, documents=documents,
-            answers={
-                method: engines[tenant]
-                .generate(prompt, method=method, max_new_tokens=MAX_TOKENS)
-                .text
-                for method in METHODS
-            },
+            tenant=tenant, prompt=prompt, documents=documents, answers=answers[prompt],
             shared=shared(tenant, prompt),
         )
         for tenant, prompt, documents in rows
@@ -158,6 +171,9 @@ class Soak:
 
         async def client() -> None:
             while time.monotonic() < ends:
+                second = (time.monotonic() - self._began) % 60
+                if second > 60 - PAUSE_S:
+                    await asyncio.sleep(60 - second)
                 await self._one()
 
         async def look() -> None:
@@ -237,13 +253,15 @@ class Soak:
             is_whole = data.pop() == "[DONE]"
             events = [json.loads(each) for each in data]
             text = "".join(event["choices"][0]["text"] for event in events)
-            found = events[-1]["samkv"]["found"]
+            samkv = events[-1]["samkv"]
         else:
             is_whole, (choice,) = True, reply.json()["choices"]
-            text, found = choice["text"], reply.json()["samkv"]["found"]
+            text, samkv = choice["text"], reply.json()["samkv"]
         self.tally.outcomes["streamed" if body["stream"] else "whole"] += 1
-        if not is_whole or text != asked.answers[method] or found != len(asked.documents):
-            self.tally.wrong.append(f"{method}: {text!r} for {asked.answers[method]!r}, {found}")
+        self.tally.outcomes["with exact tokens"] += samkv["exact_tokens"] > 0
+        right = asked.answers.get((method, samkv["exact_tokens"]))
+        if not is_whole or text != right or samkv["found"] != len(asked.documents):
+            self.tally.wrong.append(f"{method}: {text!r} for {right!r}, {samkv}")
 
     async def _leave(self, asked: Asked, body: dict[str, Any]) -> None:
         n_events = self._rng.choice((0, 1, 5))
@@ -356,9 +374,7 @@ def two_tenants(n_questions: int, *options: str) -> Iterator[tuple[Path, str, li
     with tempfile.TemporaryDirectory() as name:
         keys = Path(name) / "keys"
         keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
-        with serving(
-            ["--dir", name, "--api-keys", str(keys), "--no-exact-beginnings", *options]
-        ) as url:
+        with serving(["--dir", name, "--api-keys", str(keys), *options]) as url:
             asyncio.run(fill(url, rows))
             yield Path(name), url, expected(Path(name), rows)
 

@@ -40,11 +40,8 @@ def read_text(path: Path) -> str:
 def read_document(path: Path, *, follows_links: bool = False) -> Document:
     """A document of one of `SUFFIXES`, whose text is UTF-8, as Markdown; pages of a PDF as text.
 
-    follows_links: whether ``path`` may be a symbolic link.
-
-    Raises:
-        InvalidOption: it is something else, or cannot be read.
-        MissingExtra: it has to be converted, and markitdown is not installed.
+    follows_links: whether ``path`` may be a symbolic link. Raises InvalidOption if it is something
+    else, or cannot be read, MissingExtra if markitdown is needed and not installed.
     """
     with _opened(path, os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)) as file:
         if path.suffix.lower() not in CONVERTED:

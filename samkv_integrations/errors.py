@@ -60,10 +60,7 @@ class FingerprintMismatch(StoreError):
 
 
 class CacheMiss(SamkvError):
-    """One chunk cache cannot be used; ``reason`` is one of `MISS_REASONS`.
-
-    Never reaches a user: the engine falls back to the chunk's text and counts the reason.
-    """
+    """One chunk cache cannot be used. Never reaches a user: the engine counts the reason."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         assert reason in MISS_REASONS, reason
@@ -72,12 +69,12 @@ class CacheMiss(SamkvError):
 
     @property
     def is_damage(self) -> bool:
-        """Whether what lies in the place of the cache is not what was put there."""
+        """Whether the cache's file is damaged, or belongs to another cache."""
         return self.reason in ("corrupt", "fingerprint")
 
 
 MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")
-"""Why a chunk cache could not be used; docs/troubleshooting.md says what each was found by."""
+"""Why a chunk cache could not be used; docs/troubleshooting.md explains each reason."""
 
 
 class UnknownOption(SamkvError):
@@ -98,7 +95,7 @@ def shown(value: object) -> str:
 
 
 def meant(value: object, known: Iterable[str]) -> str:
-    """``; did you mean ...?`` for a name that is nearly one of ``known``, else nothing."""
+    """The suffix ``; did you mean ...?`` if ``value`` is close to one of ``known``, else ``""``."""
     nearest = get_close_matches(str(value)[:MOST_SHOWN], known, n=1, cutoff=0.7)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -133,6 +130,18 @@ class ClusterError(SamkvError):
 
 class Overloaded(SamkvError):
     """More answers wait than the scheduler takes on."""
+
+
+class OutOfMemory(SamkvError):
+    """The device has no memory for an answer."""
+
+    @classmethod
+    def on(cls, device: object) -> OutOfMemory:
+        """An error that says what takes less of the device's memory."""
+        return cls(
+            f"{device} has no memory left for this answer; retrieve fewer chunks, lower hot_bytes, "
+            "or decode fewer answers at a time (max_batch, max_kv_bytes)"
+        )
 
 
 class EmptyInput(SamkvError):

@@ -7,16 +7,16 @@ normalised as LongBench does: LongBench/metrics.py of THUDM/LongBench at 2e00731
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption
@@ -59,6 +59,14 @@ class Question:
         return model.tokenize_prompt(rendered)
 
 
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    question: Annotated[str, Field(pattern=r"\S")]  # not empty
+    answers: list[str | int | float] = []
+    documents: list[Annotated[str, Field(pattern=r"\S")]] = []
+
+
 def read_questions(path: Path) -> list[Question]:
     """Read a JSON Lines file of objects with ``question``.
 
@@ -73,37 +81,23 @@ def read_questions(path: Path) -> list[Question]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise TypeError("it is no JSON object")
-            question = row.get("question")
-            answers, documents = row.get("answers", []), row.get("documents", [])
-            if not isinstance(question, str) or not question.strip():
-                raise TypeError("question must be a text that is not empty")
-            if not _is_list(answers, str | int | float):
-                raise TypeError("answers must be a list of texts")
-            if not _is_list(documents, str) or not all(text.strip() for text in documents):
-                raise TypeError("documents must be a list of texts, those of cached chunks")
-            for text in (question, *documents):
-                text.encode()  # JSON allows half a surrogate pair, which is no text
-        except (ValueError, TypeError, RecursionError) as error:
+            row = _Row.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            said = ": ".join([*map(str, first["loc"]), first["msg"]])
             raise InvalidOption(
-                f"{path}, line {number}: {error}; each line must be a JSON object with "
-                "question and, if they are known, answers"
+                f"{path}, line {number}: {said}; each line must be a JSON object with question "
+                "and, if they are known, answers and documents"
             ) from error
         questions.append(
             Question(
-                question=question, id=str(number), answers=tuple(map(str, answers)),
-                documents=tuple(documents),
+                question=row.question, id=str(number), answers=tuple(map(str, row.answers)),
+                documents=tuple(row.documents),
             )
         )  # fmt: skip
     if not questions:
         raise EmptyInput(f"{path} holds no question")
     return questions
-
-
-def _is_list(value: object, of: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, list) and all(isinstance(each, of) for each in value)
 
 
 # -- the judge ------------------------------------------------------------------------------------

@@ -19,11 +19,7 @@ break, bidirectional overrides, and lone surrogates."""
 
 
 def visible(text: str) -> str:
-    """A text as a terminal may show it: a replacement character for each of `UNSEEN`.
-
-    Documents, answers and file names are untrusted: an escape sequence in one could retitle the
-    terminal, or fake output.
-    """
+    """A text as a terminal may show it: documents, answers and file names are untrusted."""
     return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
@@ -52,10 +48,7 @@ def commit() -> str | None:
 def to_json(
     command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
 ) -> str:
-    """The one object that ``--json`` writes. model: None without one. more: other fields.
-
-    Every character of `UNSEEN` is escaped, those that JSON would let through among them.
-    """
+    """The one object that ``--json`` writes, with `UNSEEN` escaped. more: other fields."""
     text = json.dumps(
         {
             "command": command,

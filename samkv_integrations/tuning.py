@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ FULL = "recompute"
 Clock = Callable[[], float]
 
 NOISE = 1.1
-"""Times within this factor count as equal, because medians differ so much from run to run."""
+"""Times in one step of this factor count as equal: medians differ so much from run to run."""
 
 WORTH = 0.95
 """A setting must need less than this share of full prefill's time to first token."""
@@ -88,11 +89,7 @@ def as_label(setting: TunedSetting) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieved:
-    """Questions with their documents, and how many questions were left out, by reason.
-
-    too_long: prompt and answer exceed the context window. uncached: a chunk has no cache, so a
-    method has nothing to reuse.
-    """
+    """Questions with their documents, and how many were left out: too long, or a chunk uncached."""
 
     questions: Sequence[Question]
     too_long: int
@@ -142,23 +139,19 @@ class Compared:
 
     right, full: whether the answer is right, and whether full prefill's is.
     ttft_ratio, kv_ratio: time to first token and bytes of the working cache, over full prefill's.
-    bytes_read: bytes read from chunk caches.
     """
 
     right: bool
     full: bool
     ttft_ratio: float
-    bytes_read: float
     kv_ratio: float
 
 
 class Measurer:
     """Answers questions by full prefill and by other methods. The store is only read.
 
-    Args:
-        engine: over the collection's caches, without a prefix cache and exact beginnings.
-        methods: label -> method.
-        max_new_tokens: longest answer. chat: whether prompts go through the chat template.
+    engine: without a prefix cache and exact beginnings. methods: by label. chat: whether prompts go
+    through the chat template.
     """
 
     def __init__(
@@ -183,7 +176,6 @@ class Measurer:
                     right=is_right(answer.text, question.answers),
                     full=is_right(full.text, question.answers),
                     ttft_ratio=report.ttft_s / full.report.ttft_s,
-                    bytes_read=report.bytes_read,
                     kv_ratio=report.kv_bytes / report.full_kv_bytes,
                 )
             )
@@ -203,12 +195,11 @@ class Measurer:
 class Standing(Paired):
     """A setting compared with full prefill, over the questions that it was asked.
 
-    ``ttft_ratio`` is a median; the other figures of `Compared` are means.
+    ``ttft_ratio`` is a median, ``kv_ratio`` a mean.
     """
 
     label: str
     ttft_ratio: float
-    bytes_read: float
     kv_ratio: float
 
     @classmethod
@@ -218,17 +209,14 @@ class Standing(Paired):
         return cls(
             label=label, **vars(paired),
             ttft_ratio=median(one.ttft_ratio for one in answers),
-            bytes_read=mean(one.bytes_read for one in answers),
             kv_ratio=mean(one.kv_ratio for one in answers),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a run.
+    """The standings of all settings on the choice, and of the best on held-out questions.
 
-    standings: of all settings, on the questions of the choice.
-    held_out: of the best settings, on held-out questions, best first.
     chosen: the first of these that is enough; None for full prefill. why: then the reason.
     """
 
@@ -239,19 +227,14 @@ class Result:
 
 
 Compare = Callable[[Question, Sequence[str]], Sequence[Compared]]
-"""Answers a question by each of the labels, as `Measurer.compare` does."""
+"""See `Measurer.compare`."""
 
 
 class Run:
     """A comparison of settings. Progress goes to standard error.
 
-    Args:
-        compare: answers a question by several settings.
-        lose: percentage points by which right answers may be below full prefill's.
-        minutes: time for measuring. A question that has begun is still answered.
-        clock: gives the time in seconds.
-
-    Raises InvalidOption for values out of range.
+    lose: percentage points by which right answers may be below full prefill's. minutes: a question
+    that has begun is still answered. clock: in seconds. Raises InvalidOption.
     """
 
     def __init__(
@@ -272,12 +255,9 @@ class Run:
         self._least = -lose / 100
 
     def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
-        """Compare all settings on some questions, then the best ones on held-out questions.
+        """Compare all settings on three of five questions, then the best ones on the others.
 
-        Of every five questions, three are for the choice and two are held out. If the time is over
-        before enough of either are answered, nothing is chosen.
-
-        questions: at least `LEAST_QUESTIONS`.
+        If the time is over before enough of either are answered, nothing is chosen.
         """
         choice = [one for place, one in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
         held_out = [one for place, one in enumerate(questions) if place % 5 >= 3]
@@ -286,7 +266,8 @@ class Run:
         checked, last, needed = list[Standing](), standings, min(LEAST_ASKED, len(choice))
         is_cut = self._is_cut(standings, needed)
         able = [each for each in standings if not self._is_out(each) and self._can_judge(each)]
-        tried = [] if is_cut else [each.label for each in self._best_first(able)[:MOST_TRIED]]
+        best = sorted(able, key=self._rank)[:MOST_TRIED]
+        tried = [] if is_cut else [each.label for each in best]
         if tried:
             needed = min(LEAST_CHECKED, len(held_out))
             if self._clock() < began + time_s:
@@ -335,8 +316,7 @@ class Run:
     ) -> list[Standing]:
         """Ask questions of each of ``labels``; a setting that is out is asked no more.
 
-        No question begins if it might end after ``ends``, but at least one is asked. ends: a time
-        of the clock.
+        No question but the first begins if it might end after ``ends``, a time of the clock.
         """
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
         left, longest = list(labels), 0.0
@@ -353,20 +333,14 @@ class Run:
                 ]
         return [Standing.over(label, answers[label]) for label in labels]
 
-    def _best_first(self, standings: Sequence[Standing]) -> list[Standing]:
-        """Settings that are enough, fastest first; then the others, by the points that they miss.
+    def _rank(self, each: Standing) -> tuple[float, ...]:
+        """Settings that are enough first, fastest first; others by the points that they miss.
 
         A setting that is not enough on a few questions may be enough on more. Among settings whose
-        times are equal within `NOISE` the order is by right answers, then by working cache.
+        times are in one step of `NOISE` the order is by right answers, then by working cache.
         """
-        left, ordered = list(standings), []
-        while left:
-            bound = min(each.ttft_ratio for each in left) * NOISE
-            near = [each for each in left if each.ttft_ratio <= bound]
-            best = min(near, key=lambda each: (-each.difference, each.kv_ratio))
-            ordered.append(best)
-            left.remove(best)
-        return sorted(ordered, key=lambda each: max(0.0, self._least - each.difference))
+        step = math.floor(math.log(max(each.ttft_ratio, 1e-6), NOISE))
+        return max(0.0, self._least - each.difference), step, -each.difference, each.kv_ratio
 
 
 def recommended(

@@ -116,7 +116,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         device_map: str | None = None,
         model_kwargs: Mapping[str, Any] | None = None,
         pipeline_kwargs: Mapping[str, Any] | None = None,
-        **kwargs: Any,  # noqa: ANN401  (of the class, which refuses what it does not know)
+        **kwargs: Any,
     ) -> Self:
         """From the arguments of ``HuggingFacePipeline.from_model_id``.
 
@@ -133,19 +133,13 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
             raise InvalidOption("device and device_map say the same thing; give one")
         if device is not None:
             device_map = "cpu" if device < 0 else f"cuda:{device}"
-        options = _under_one_name(pipeline_kwargs or {})
-        always = known_options("option in pipeline_kwargs", options, CALL_KWARGS)
-        given = _under_one_name(kwargs)
-        for name, value in {"model": model_id, **always}.items():
-            if given.get(name) is not None:
-                raise InvalidOption(
-                    f"{name}={given[name]!r}, which was given as {value!r} already; give one"
-                )
-            given[name] = value
+        known = (*CALL_KWARGS, "stop_sequences")
+        always = known_options("option in pipeline_kwargs", pipeline_kwargs or {}, known)
+        given = {name: value for name, value in kwargs.items() if value is not None}
         if model_kwargs:
-            given.setdefault("model_kwargs", dict(model_kwargs))
+            always["model_kwargs"] = dict(model_kwargs)
             given.setdefault("tokenizer_kwargs", dict(model_kwargs))
-        return cls(**{"device_map": device_map or "auto", **given})
+        return cls(model=model_id, device_map=device_map or "auto", **always, **given)
 
     def configurable_fields(self, **kwargs: AnyConfigurableField) -> RunnableSerializable[Any, Any]:
         """Fields that a call may set in its config: options of answers.
@@ -184,7 +178,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
             **always,
         }
 
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         always = [self.stop] if isinstance(self.stop, str) else self.stop
         params = super()._get_ls_params(stop=stop or always, **kwargs)
         params["ls_provider"] = PROVIDER

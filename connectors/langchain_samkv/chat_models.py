@@ -110,7 +110,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> ChatResult:
         return generate_from_stream(self._stream(messages, stop, **kwargs))
 
@@ -119,7 +119,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> ChatResult:
         chunks = [chunk async for chunk in self._astream(messages, stop, **kwargs)]
         return generate_from_stream(iter(chunks))
@@ -129,7 +129,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         prompt, use = with_tools(self.engine.model, to_turns(messages), kwargs)
         shown = ShownText(use)
@@ -150,7 +150,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         prompt, use = with_tools(self.engine.model, to_turns(messages), kwargs)
         shown = ShownText(use)
@@ -198,7 +198,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         *,
         tool_choice: str | dict[str, Any] | bool | None = None,
         strict: bool | None = None,
-        **kwargs: Any,  # noqa: ANN401  (options of every call, which refuses what it does not know)
+        **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with tools, which its chat template describes to it.
 
@@ -222,7 +222,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         method: Literal["json_schema", "json_mode", "function_calling"] = "json_schema",
         include_raw: bool = False,
         strict: bool | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """Answers as objects of ``schema``: a pydantic class, a TypedDict, or a JSON schema.
 

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import off_loop
+from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm.engine_args import EngineRef
 from samkv_integrations.prompt.handles import is_handle
@@ -83,9 +83,7 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         )
         return list(documents)
 
-    async def atransform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
-        """Like `transform_documents`, off the event loop."""
-        return await off_loop(self.transform_documents, documents)
+    atransform_documents = twin(transform_documents)
 
 
 class SamKVDocumentCompressor(BaseDocumentCompressor):
@@ -190,14 +188,7 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
             return list(documents)
         return [self._shown(*pair) for pair in zip(documents, texts, strict=True)]
 
-    async def acompress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str = "",
-        callbacks: Callbacks | None = None,
-    ) -> Sequence[Document]:
-        """Like `compress_documents`, off the event loop."""
-        return await off_loop(self.compress_documents, documents, query, callbacks)
+    acompress_documents = twin(compress_documents)
 
     def _text(self, document: Document) -> str:
         """The text of a document, also if its handle has replaced it."""

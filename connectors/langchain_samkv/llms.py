@@ -65,7 +65,7 @@ class SamKV(LocalModel, BaseLLM):
         prompts: list[str],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> LLMResult:
         return self._result([list(self._stream(prompt, stop, **kwargs)) for prompt in prompts])
 
@@ -74,7 +74,7 @@ class SamKV(LocalModel, BaseLLM):
         prompts: list[str],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> LLMResult:
         return self._result(
             [[each async for each in self._astream(prompt, stop, **kwargs)] for prompt in prompts]
@@ -85,7 +85,7 @@ class SamKV(LocalModel, BaseLLM):
         prompt: str,
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         with closing(self.engine.stream(prompt, **self._options(stop, kwargs))) as answer:
             for delta in answer:
@@ -100,7 +100,7 @@ class SamKV(LocalModel, BaseLLM):
         prompt: str,
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         async with await self.engine.astream(prompt, **self._options(stop, kwargs)) as answer:
             async for delta in answer:

@@ -22,7 +22,7 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import off_loop
+from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.llm.engine_args import EngineRef
 
@@ -44,8 +44,6 @@ class _Keyless(Collection):
             return super().get(*args, **kwargs)
 
     def query(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if kwargs.get("query_texts") is not None:
-            raise _no_embedding("searching by text")
         with chroma_errors(f"collection {self.name!r} refused the query"):
             return _without_keys(super().query(*args, **kwargs))
 
@@ -132,12 +130,13 @@ class SamKVChroma(Chroma):
         cache_existing: bool = False,
         show_progress: bool = False,
     ) -> None:
+        check_name(collection_name)  # before the model is loaded
         self.show_progress = show_progress
+        self._embedding = embedding_function or _NoEmbedding()
         self._engine = EngineRef.of(llm, engine).engine
-        check_name(collection_name)
         with chroma_errors(f"Chroma cannot open collection {collection_name!r} {_OPEN_TWICE}"):
             super().__init__(
-                collection_name=collection_name, embedding_function=embedding_function,
+                collection_name=collection_name, embedding_function=self._embedding,
                 persist_directory=persist_directory, host=host, port=port, headers=headers,
                 chroma_cloud_api_key=chroma_cloud_api_key, tenant=tenant, database=database,
                 client_settings=client_settings or Settings(anonymized_telemetry=False),
@@ -162,7 +161,7 @@ class SamKVChroma(Chroma):
         metadatas: list[dict[str, Any]] | None = None,
         ids: list[str] | None = None,
         collection_name: str = DEFAULT_NAME,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> SamKVChroma:
         """A store with these texts in it, beside what the collection holds.
 
@@ -172,29 +171,12 @@ class SamKVChroma(Chroma):
         store.add_texts(texts, metadatas, ids)
         return store
 
-    @classmethod
-    def from_documents(  # type: ignore[override]
-        cls,
-        documents: list[Document],
-        embedding: Embeddings | None = None,
-        ids: list[str] | None = None,
-        collection_name: str = DEFAULT_NAME,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> SamKVChroma:
-        """A store with these documents in it, beside what the collection holds.
-
-        kwargs: those of the constructor.
-        """
-        store = cls(collection_name, embedding, **kwargs)
-        store.add_documents(documents, **({} if ids is None else {"ids": ids}))
-        return store
-
     def fork(self, new_name: str) -> SamKVChroma:
         """A copy of the collection, which uses the same caches; only Chroma Cloud supports it."""
         with chroma_errors(f"Chroma cannot fork collection {self._collection_name!r}"):
             forked = self._collection.fork(new_name=new_name)
         return SamKVChroma(
-            forked.name, self._embedding_function, client=self._client, engine=self._engine,
+            forked.name, self._embedding, client=self._client, engine=self._engine,
             show_progress=self.show_progress,
         )  # fmt: skip
 
@@ -247,24 +229,6 @@ class SamKVChroma(Chroma):
             return {"ids": [], "documents": [], "metadatas": []}
         return self.get(ids=list(dict.fromkeys(ids)))  # a repeated id is another
 
-    def max_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Where | None = None,
-        where_document: Where | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> list[Document]:
-        """Documents that are near to ``query`` and differ from each other; see `Chroma`."""
-        if self._embedding_function is None:
-            raise _no_embedding("searching by text")
-        embedding = self._embedding_function.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(
-            embedding, k, fetch_k, lambda_mult, filter, where_document, **kwargs
-        )
-
     # -- writing ----------------------------------------------------------------------------
 
     def add_texts(  # type: ignore[override]  # upstream takes any keyword there is
@@ -295,16 +259,7 @@ class SamKVChroma(Chroma):
         self._add(names, bodies, known + [{}] * (len(bodies) - len(known)))
         return names
 
-    async def aadd_texts(  # type: ignore[override]
-        self,
-        texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        ids: Sequence[str | None] | None = None,
-        *,
-        batch_size: int | None = None,
-    ) -> list[str]:
-        """Like `add_texts`, off the event loop."""
-        return await off_loop(self.add_texts, texts, metadatas, ids, batch_size=batch_size)
+    aadd_texts = twin(add_texts)
 
     def _add(
         self, ids: Sequence[str], texts: Sequence[str], metadatas: Sequence[Mapping[str, Any]]
@@ -313,9 +268,7 @@ class SamKVChroma(Chroma):
             return
         for record in zip(ids, texts, metadatas, strict=False):  # the link compares lengths
             _check(*record)
-        if self._embedding_function is None:
-            raise _no_embedding("adding documents")
-        embeddings = self._embedding_function.embed_documents(list(texts))
+        embeddings = self._embedding.embed_documents(list(texts))
         self.kv_link.add(ids, texts, embeddings, metadatas, progress=self.show_progress)
 
     def update_document(self, document_id: str, document: Document) -> None:
@@ -407,8 +360,16 @@ class SamKVChroma(Chroma):
         )
 
 
-def _no_embedding(what: str) -> InvalidOption:
-    return InvalidOption(f"{what} without an embedding_function; give one to the constructor")
+class _NoEmbedding(Embeddings):
+    """Takes the place of an embedding that was not given."""
+
+    def embed_documents(self, texts: list[str]) -> NoReturn:
+        raise InvalidOption(
+            "documents and questions cannot be embedded without an embedding_function; give one to "
+            "the constructor"
+        )
+
+    embed_query = embed_documents  # type: ignore[assignment]  # of any arguments
 
 
 def _without_keys(found: Any) -> Any:  # noqa: ANN401

@@ -21,12 +21,10 @@ MIN_LATER = 8
 """Fewest later tokens for which a power law is fitted to a token's column."""
 
 ATTENTION_FLOOR = 1e-8
-"""Attention is raised to at least this before the fit: where the softmax underflows to zero, the
-logarithm would dominate the whole column."""
+"""Least attention in the fit: the logarithm of one that underflows would dominate the column."""
 
 MIN_PAUTA = 11
-"""Fewest values for a 3-sigma test: no value of n is further than sqrt(n - 1) population standard
-deviations from the mean, so ten or fewer have none beyond three."""
+"""Fewest values for a 3-sigma test: none of n is beyond sqrt(n - 1) standard deviations."""
 
 MIN_CHUNKS = 32
 """Fewest chunks whose votes decide a model's stable layers."""
@@ -69,9 +67,8 @@ def layer_statistics(
     value: (C, G, P + T, D), or None. With values, ``out`` (C, H, T, D) is filled with the
     attention's output, so that a layer computes its scores once.
 
-    The softmax runs in float32 over ``tile`` queries at a time, so that no tensor but the inputs
-    has more than C * H * tile * (P + T) elements (if D is at most P + T). One pass is enough,
-    because the least-squares slope of a column is linear in its logarithms: with u = log x,
+    The softmax runs in float32 over ``tile`` queries at a time. One pass is enough, because the
+    least-squares slope of a column is linear in its logarithms: with u = log x,
     slope = sum((u - mean u) log a) / sum((u - mean u)^2), and both moments of u depend only on the
     number of later tokens.
     """
@@ -120,10 +117,10 @@ def layer_statistics(
 
 @lru_cache(maxsize=4)
 def _distances(n_tokens: int, tile: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tables for tiles of queries, float32: of each tile a part.
+    """Tables of which each tile of queries needs a part, float32.
 
-    (tile, n + tile) log x for the distances x of queries to the last n + tile keys, 0 where there
-    is none; and (tile, tile) what hides later tokens from the tile's own queries.
+    (tile, n + tile) log of the distances of queries to the last n + tile keys, 0 where there is
+    none; and (tile, tile) what hides later tokens from the tile's own queries.
     """
     n_before = -(-n_tokens // tile) * tile
     rows = torch.arange(tile, device=device)[:, None]
@@ -240,11 +237,7 @@ def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
 
 
 def quantise_means(means: Tensor) -> BlockMeans:
-    """Means of middle blocks (L, Nm, G, D) in int8.
-
-    Layer, block and head have a scale each. Means beyond 127 * 65504 are clamped; real keys are
-    far below.
-    """
+    """Means of middle blocks (L, Nm, G, D) in int8."""
     # Half a step is added because a subnormal float16 scale could be rounded down by more than
     # half a code, and to 0.
     scale = as_half(means.abs().amax(-1) / 127 + HALF_STEP)

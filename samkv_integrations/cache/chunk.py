@@ -292,5 +292,10 @@ class ChunkCache:
         return int(self.token_ids.shape[0])
 
     @cached_property
+    def n_bytes(self) -> int:
+        """Of entries and key range, which are nearly all of it."""
+        return self.entries.nbytes + self.key_range.nbytes
+
+    @cached_property
     def blocks(self) -> ChunkBlocks:
         return self.fingerprint.scheme.of(self.n_tokens)

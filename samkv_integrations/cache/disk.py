@@ -20,7 +20,7 @@ from samkv_integrations.cache.files.folder import (
 )  # fmt: skip
 from samkv_integrations.cache.index.index import Entry, bytes_of
 from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
-from samkv_integrations.cache.store import Store, StoredChunk, StoreStats
+from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
@@ -28,8 +28,8 @@ from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 class ChunkStore(Store):
     """Chunk caches in a folder. Any number of processes may read and write it at the same time.
 
-    docs/format.md describes the files. A cache is read from its file alone. An index beside the
-    files, which is rebuilt if it is lost, holds sizes, times of use and texts.
+    docs/format.md describes the files. A cache is read from its file alone. The index beside the
+    files is rebuilt if it is lost.
     """
 
     keeps_beginnings = True
@@ -171,8 +171,7 @@ class ChunkStore(Store):
     ) -> None:
         """Limit the bytes of chunk files, for all processes and until it is set again.
 
-        The least recently used caches are evicted. An evicted chunk is a counted miss, and is
-        computed again when a prompt needs it.
+        The least recently used caches are evicted, and computed again when a prompt needs them.
 
         max_bytes: of all namespaces together, a number or a size such as ``"20GB"``; None for no
             limit.
@@ -182,10 +181,6 @@ class ChunkStore(Store):
         """
         limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
         self.index.set_budget(limit, _quotas(quota))
-
-    def stats(self, *, everyone: bool = False) -> StoreStats:
-        """What the store holds. everyone: of all namespaces, not only of this one."""
-        return self._stats(None if everyone else self.namespace)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         if self.shared is not None:

@@ -73,7 +73,7 @@ class MemoryChunk(StoredChunk):
 
 
 class _InMemory(dict[Place, ChunkCache]):
-    """The caches of a `MemoryStore`, by fingerprint and key."""
+    """The caches of a `MemoryStore`, by fingerprint and key, for its index."""
 
     def entries(self) -> Iterable[Entry]:
         return ()

@@ -25,7 +25,7 @@ from samkv_integrations.cache.chunk import (
 )
 from samkv_integrations.cache.index.index import EVICTED, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.errors import FingerprintMismatch, SamkvError, StoreError
+from samkv_integrations.errors import FingerprintMismatch, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class StoredChunk(Protocol):
 
     It stays readable after its chunk was deleted or replaced in the store, until `let_go`. Every
     method that reads raises `CacheMiss`: "corrupt" if bytes are missing or fail their MAC, "io" if
-    the operating system fails. Returned tensors belong to the store: do not modify them.
+    the operating system fails. What a method without arguments gives is read once. Returned tensors
+    belong to the store: do not modify them.
 
     token_ids: (T,) int32.
     bytes_read: so far; from a file, with header and MACs.
@@ -49,34 +50,31 @@ class StoredChunk(Protocol):
     bytes_read: int
 
     def text(self) -> str:
-        """The chunk's text. Read once."""
+        """The chunk's text."""
 
     def statistics(self) -> ChunkStatistics:
-        """The attention statistics. Read once."""
+        """The attention statistics."""
 
     def local_query(self) -> Tensor:
-        """(L, H, D) in the model's dtype. Read once."""
+        """(L, H, D) in the model's dtype."""
 
     def block_means(self) -> BlockMeans:
-        """The mean key of each middle block. Read once."""
+        """The mean key of each middle block."""
 
     def key_range(self) -> Tensor:
-        """(L, N, 2, G, D) float16, see `ChunkCache`. Read once, here or by `read_layers`."""
+        """(L, N, 2, G, D) float16, see `ChunkCache`."""
 
     def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
-        """Read the entries of all tokens at the layers from ``first`` on, and the key range once.
+        """Read the entries of all tokens at the layers from ``first`` on, and the key range.
 
-        out: filled; a contiguous CPU tensor (T, E) uint8 for each layer. Undefined after a
-            `CacheMiss`.
+        out: filled; a contiguous CPU tensor (T, E) uint8 for each layer.
         """
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
-        """Read the entries of ``blocks`` at ``layer``, in the order given.
-
-        Neighbouring blocks are one read, so ascending order is fastest.
+        """Read the entries of ``blocks`` at ``layer``; in ascending order neighbours are one read.
 
         out: filled; a contiguous CPU tensor (S, E) uint8, where S is the sum of the blocks'
-            lengths. Undefined after a `CacheMiss`.
+            lengths.
         """
 
     def chunk(self) -> ChunkCache:
@@ -174,7 +172,7 @@ class Outage:
         except StoreError as error:
             self.tell(error)
 
-    def tell(self, error: SamkvError) -> None:
+    def tell(self, error: Exception) -> None:
         """Log a failure: a warning the first time, at DEBUG from then on."""
         is_first, self._has_warned = not self._has_warned, True
         _log.log(logging.WARNING if is_first else logging.DEBUG, self._says, error)
@@ -185,8 +183,8 @@ class Store:
 
     Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
     process sees a change at once. `key`, `open`, `contains`, `is_elsewhere`, `begin_to_fetch`,
-    `touch`, `chunk_index`, `prefetch`, `note`, `record` and `quarantine` never raise `StoreError`;
-    the other methods do if the store cannot be used.
+    `touch`, `chunk_index`, `note`, `record` and `quarantine` never raise `StoreError`; the other
+    methods do if the store cannot be used.
 
     This class implements what the index answers. A subclass implements the methods that raise
     NotImplementedError, and those of a remote tier if it has one.
@@ -211,10 +209,9 @@ class Store:
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         """Keep a chunk, in place of one with the same key and fingerprint.
 
-        Atomic: others see the whole chunk, or what was there before. If the cache cannot be
-        written, its text may have been kept. ``chunk`` must not be modified afterwards. Several
-        threads may put chunks at a time. An exact beginning, see `behind`, evicts no other cache:
-        without room for it, `put` raises StoreError.
+        Atomic: others see the whole chunk, or what was there before. ``chunk`` must not be modified
+        afterwards. An exact beginning, see `behind`, evicts no other cache: without room for it,
+        `put` raises StoreError.
 
         unless_deleted_since: an earlier value of `Index.deletions`. If something was deleted since,
             the chunk is not kept, and `CacheMiss` ("absent") is raised.
@@ -250,17 +247,13 @@ class Store:
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
 
-    def prefetch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Begin to fetch a cache, for a prompt that is about to come. Best effort."""
-        self.begin_to_fetch([key], fingerprint)
-
     def age_s(self, key: str, fingerprint: Fingerprint) -> float | None:
         """Seconds since a cache was put, touched or used; None if the chunk is unknown."""
         state, used_at = self.index.state(fingerprint.digest, key)
         return None if state is None else max(0.0, time.time() - used_at)
 
     def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Make a cache as young as one that is put now. Best effort: a folder may be read-only."""
+        """Make a cache as young as one that is put now. Best effort."""
         with suppress(StoreError):
             self.index.touch(fingerprint.digest, key)
 
@@ -272,20 +265,16 @@ class Store:
         missed: Sequence[str] = (),
         beginning: StoredChunk | None = None,
     ) -> None:
-        """Note which chunks of a prompt had a cache, and which had none, by key.
+        """Note which chunks of a prompt had a cache, and which had none, by key. Best effort.
 
-        Hit rates and the order of eviction follow from it. beginning: the exact beginning that was
-        used, if any. Best effort, and waits for another process a second at most.
+        Hit rates and the order of eviction follow from it. beginning: the exact one that was used.
         """
         place = None if beginning is None else (beginning.fingerprint.digest, beginning.key)
         with suppress(StoreError):
             self.index.record(self.namespace, fingerprint.digest, used, missed, beginning=place)
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
-        """Delete a damaged cache; its text stays known, and the next `put` replaces it.
-
-        Best effort.
-        """
+        """Delete a damaged cache; its text stays known. Best effort."""
         with suppress(StoreError):
             self.index.lose([(fingerprint.digest, key)], are_damaged=True)
 
@@ -368,9 +357,9 @@ class Store:
         return next((text for *_, text in self.index.texts(self.namespace, key)), None)
 
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
-        """Finds the chunks of a fingerprint in prompts, by token ids.
+        """An index that finds the chunks of a fingerprint in prompts, by their token ids.
 
-        Chunks without a cache are found too, and count as misses. Methods of the result raise
+        It also finds known texts whose cache is gone; these count as misses. Its methods raise
         `StoreError` if the store cannot be used.
         """
         return IndexedChunks(self.index, self.namespace, fingerprint.digest)
@@ -390,15 +379,11 @@ class Store:
         """If the default namespace is empty: namespaces of the store that have caches, in words."""
         return None
 
-    def stats(self) -> StoreStats:
-        """What the store holds of this namespace."""
-        return self._stats(self.namespace)
-
-    def _stats(self, space: str | None) -> StoreStats:
-        """What the store holds of a namespace; None for all."""
+    def stats(self, *, everyone: bool = False) -> StoreStats:
+        """What the store holds. everyone: of all namespaces, not only of this one."""
         made_by = {each.digest: each for each in self.index.fingerprints()}
         sums: dict[FingerprintStats, Counter[str]] = {}
-        for namespace, digest, *figures in self.index.totals(space):
+        for namespace, digest, *figures in self.index.totals(None if everyone else self.namespace):
             if (known := made_by.get(digest)) is not None:
                 row = FingerprintStats(
                     model=known.model, dtype=known.dtype, store_bits=known.store_bits,
@@ -419,10 +404,7 @@ class Store:
     # -- settings and notes ---------------------------------------------------------------------
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        """The block size for chunks that are like ``fingerprint`` in all else.
-
-        The first caller decides, so processes that fill an empty store together agree.
-        """
+        """The first caller's block size for chunks that are like ``fingerprint`` in all else."""
         # the name must not depend on the block size
         name = f"block-size {replace(fingerprint, block_size=1).digest} {self.namespace}"
         self.index.set(name, size, replace=False)
@@ -433,11 +415,9 @@ class Store:
         raise NotImplementedError
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        """Keep a short text beside the caches, for example a measurement; whether it was kept.
+        """Keep a short text beside the caches under a file name; whether it was kept.
 
-        name: a file name.
-        replace: whether to replace an earlier note. If not, the first one stays, also if several
-            processes put theirs at once.
+        replace: whether to replace an earlier note. If not, the first of several processes wins.
         """
         raise NotImplementedError
 

@@ -19,11 +19,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GcResult:
-    """What `gc` did.
-
-    recovered: how files and index differed. n_forgotten: texts that had lost their cache.
-    bytes_freed: on disk.
-    """
+    """What `gc` did. n_forgotten: texts that had lost their cache. bytes_freed: on disk."""
 
     recovered: Recovered
     n_forgotten: int
@@ -41,10 +37,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """What `verify` found.
-
-    n_bytes: bytes read. n_repaired: damaged caches that were deleted. recovered: see `GcResult`.
-    """
+    """What `verify` found. n_bytes: bytes read. n_repaired: damaged caches that were deleted."""
 
     n_chunks: int
     n_bytes: int
@@ -114,10 +107,7 @@ def verify(
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What `push` or `pull` did.
-
-    n_chunks, n_bytes: copied. n_left: chunks that could not be copied, or did not fit.
-    """
+    """What `push` or `pull` did. n_left: chunks that could not be copied, or did not fit."""
 
     n_chunks: int
     n_bytes: int
@@ -184,13 +174,12 @@ def _move(
         try:
             return copy(place)
         except (SamkvError, OSError) as error:
-            shared.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            shared.outage.tell(error)
             return None
 
-    sizes: list[int | None] = []
-    for size in shared.objects.pool.map(moved, places):
-        sizes.append(size)
+    copied = []
+    for n_done, size in enumerate(shared.objects.pool.map(moved, places), 1):
+        copied += [] if size is None else [size]
         if progress is not None:
-            progress(len(sizes), len(places))
-    copied = [size for size in sizes if size is not None]
-    return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(sizes) - len(copied))
+            progress(n_done, len(places))
+    return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(places) - len(copied))

@@ -35,12 +35,10 @@ Found = tuple[Mapping[int, Sequence[Place]], Mapping[str, Ids]]
 
 
 class Windows:
-    """Hashes windows of token ids, keyed with a secret.
+    """Hashes windows of token ids, keyed with a secret and names, such as that of a namespace.
 
     Multilinear hashing modulo 2^64 with secret multipliers: without the secret nobody can choose
     texts whose windows collide. A collision costs time only, because the ids are compared.
-
-    names: such as namespace and fingerprint; other names give other hashes.
     """
 
     def __init__(self, secret: bytes, *names: str) -> None:
@@ -53,10 +51,7 @@ class Windows:
         self._multipliers, (self._mix, self._last, *_) = numbers
 
     def pick(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hashes of the kept windows of ``ids`` (T,), and their first tokens, ascending.
-
-        Both are empty for fewer than `MIN_RUN` ids.
-        """
+        """Hashes of the kept windows of ``ids`` (T,), and their first tokens, ascending."""
         if len(ids) < MIN_RUN:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         wide, n = ids.astype(np.uint64) + np.uint64(1), len(ids) - WINDOW + 1
@@ -83,10 +78,7 @@ class ChunkIndex(Protocol):
     windows: Windows
 
     def find(self, hashes: Iterable[int]) -> Found:
-        """Places of windows with these hashes, and the token ids of the chunks they are in.
-
-        At most `MAX_PLACES` for a hash; unknown hashes are left out.
-        """
+        """At most `MAX_PLACES` of windows with each hash, and the token ids of their chunks."""
 
 
 class MemoryIndex:

@@ -60,7 +60,7 @@ def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Co
     create: whether to make the folder and the collection if they are missing.
 
     Raises:
-        UnknownOption: there is no such collection. The error lists those that exist.
+        UnknownOption: there is no such collection; lists those that exist.
         InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
     """
     return _collection(_client_of_folder(Path(path), create=create), name, create)
@@ -77,12 +77,10 @@ def connect_collection(
 ) -> Collection:
     """The collection called ``name`` of a Chroma server, as `open_collection` gives one.
 
-    Several processes may share a server (``chroma run``), but not a database folder. The server
-    knows nothing of chunk caches: their folder must be one that this process can reach.
+    Several processes may share a server (``chroma run``), but not a database folder. The chunk
+    caches are in a folder that this process can reach, not on the server.
 
-    Raises:
-        UnknownOption: there is no such collection. The error lists those that exist.
-        InvalidOption: the server does not answer, or Chroma refuses the name.
+    Raises UnknownOption as `open_collection` does, InvalidOption if the server does not answer.
     """
     return _collection(client_of_server(host, port, ssl=ssl, headers=headers), name, create)
 
@@ -109,16 +107,11 @@ class Database:
         return self._server or str(self._folder)
 
     def collection(self, name: str, *, create: bool = False) -> Collection:
-        """The collection called ``name``. create: whether to make it if it is missing.
-
-        Raises:
-            UnknownOption: there is no such collection. The error lists those that exist.
-            InvalidOption: the database cannot be opened or reached, or Chroma refuses the name.
-        """
+        """The collection called ``name``; raises as `open_collection` does."""
         return _collection(self._client(create), name, create)
 
     def names(self) -> list[str]:
-        """The sorted names of all collections. Raises InvalidOption as `collection` does."""
+        """The sorted names of all collections."""
         client = self._client(create=False)
         with chroma_errors("Chroma cannot list its collections"):
             return sorted(collection.name for collection in client.list_collections())
@@ -136,25 +129,21 @@ class Database:
         command = [sys.executable, "-P", "-c", _ASK, str(self._folder), *names]
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
-            subprocess.run(
-                command, env=os.environ | paths, capture_output=True, timeout=ASKING_S, check=True
+            done = subprocess.run(
+                command, env=os.environ | paths, capture_output=True, timeout=ASKING_S, check=False
             )
-        except subprocess.CalledProcessError as error:
-            named, why = error.stdout, _last_line(error.stderr)
-            if error.returncode < 0:
-                why = f"signal {-error.returncode}"
-                with suppress(ValueError):  # a real-time signal has no name
-                    why = signal.Signals(-error.returncode).name
         except subprocess.TimeoutExpired:
             _log.warning("%s was not asked to its end within %s s", self._folder, ASKING_S)
             return
-        else:
-            return
-        raise InvalidOption(
-            f"collection {_last_line(named)!r} in {self._folder} cannot be asked; the process that "
-            f"tried ended with: {why}; restore that folder from a copy, or delete it and ingest "
-            "its documents again, whose chunk caches are kept"
-        )
+        if done.returncode:
+            why = _last_line(done.stderr)
+            if done.returncode < 0:
+                why = signal.Signals(-done.returncode).name
+            raise InvalidOption(
+                f"collection {_last_line(done.stdout)!r} in {self._folder} cannot be asked; the "
+                f"process that tried ended with: {why}; restore that folder from a copy, or delete "
+                "it and ingest its documents again, whose chunk caches are kept"
+            )
 
     def _client(self, create: bool) -> ClientAPI:
         if self._address is None:
@@ -218,17 +207,12 @@ def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
 
 def _address(server: str) -> tuple[str, int, bool]:
     """Host, port, and whether the server speaks TLS."""
-    wrong = InvalidOption(f"Chroma server {server!r}; give http://HOST:PORT, or https://HOST:PORT")
-    try:
+    with suppress(ValueError):  # of a port that is no number
         parts = urlsplit(server)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise wrong from error
-    if parts.scheme not in ("http", "https") or not host or port is None:
-        raise wrong
-    if parts.path.strip("/") or parts.query or parts.fragment or parts.username:
-        raise wrong
-    return host, port, parts.scheme == "https"
+        has_more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port and not has_more:
+            return parts.hostname, parts.port, parts.scheme == "https"
+    raise InvalidOption(f"Chroma server {server!r}; give http://HOST:PORT, or https://HOST:PORT")
 
 
 def check_name(name: str) -> None:

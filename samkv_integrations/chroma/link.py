@@ -31,7 +31,7 @@ from samkv_integrations.chroma.records import (
     keys_in,
 )
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.chunks import Depth
+from samkv_integrations.engine.chunks import Depth, progress_bar
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 
@@ -51,9 +51,7 @@ class ChromaLink:
     a deleted collection or a crash, call `sync`.
 
     A cache is kept while any collection of the same database references it. Another database, such
-    as that of another Chroma tenant, is refused if it would share the caches, because its records
-    are not known here. Each database needs a folder of caches or a namespace of its own. Databases
-    in memory may follow each other, because they end with their process.
+    as that of another Chroma tenant, needs a folder of caches or a namespace of its own.
 
     Args:
         collection: a Chroma collection, see `open_collection` and `connect_collection`.
@@ -100,9 +98,8 @@ class ChromaLink:
         """Cache the chunks, then write their records. Records with the same ids are replaced.
 
         Caches of replaced records are released. After an interruption the same call computes only
-        what is missing. A cache is verified as a whole, unless this process has just made it
-        (`Engine.cache_chunks`) or the record already names the right key: then the file need only
-        exist.
+        what is missing. A cache is verified as a whole, unless this process has just made it or the
+        record already names it: then the file need only exist.
 
         without_cache: ids of records whose text is no chunk, such as the text of an image.
         build_missing: whether to compute missing caches. Give False after other processes have
@@ -125,7 +122,7 @@ class ChromaLink:
         missed = {ref.key: ref for ref in missing if build_missing}
         replaced: set[str] = set()
         computed: set[str] = set()
-        with tqdm(total=len(ids), desc="caching chunks", disable=not progress) as bar:
+        with progress_bar(refs, is_shown=progress) as bar:
             # Page by page, so that no cache lacks its record longer than the grace of `sync`.
             for part in self._records.slices(len(ids)):
                 page = [ref for ref in found[part] if ref and ref.key not in computed]
@@ -136,7 +133,6 @@ class ChromaLink:
                 replaced |= self._records.write(
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
-                bar.update(min(part.stop, len(ids)) - bar.n)  # with chunks cached before
         n_released = self._release(replaced)
         # Nothing was evicted if nothing was missing.
         made = {ref.key for ref in refs} if missed else set()
@@ -157,10 +153,7 @@ class ChromaLink:
         embeddings: Sequence[Sequence[float]],
         metadatas: Sequence[Metadata | None] | None = None,
     ) -> Sequence[Metadata | None]:
-        """Check the arguments of `add`; returns the metadata of each record.
-
-        Raises InvalidOption as `add` does.
-        """
+        """Check the arguments of `add`; returns the metadata of each record."""
         rows: Sequence[Metadata | None] = [None] * len(ids) if metadatas is None else metadatas
         if len({len(ids), len(texts), len(embeddings), len(rows)}) > 1:
             raise InvalidOption(
@@ -201,8 +194,8 @@ class ChromaLink:
 
         Raises:
             InvalidOption: neither is given (see `clear`), or Chroma refuses one of them.
-            StoreError: the caches cannot be deleted, for instance because a remote tier does not
-                answer. The records are still there, unless the error says that they are gone.
+            StoreError: the caches cannot be deleted. The records are still there, unless the error
+                says that they are gone.
         """
         if isinstance(ids, str):  # its letters may be ids too
             raise InvalidOption(f"ids={ids!r:.60} is one id; give a list of ids")
@@ -235,10 +228,7 @@ class ChromaLink:
         return self._release(keys)
 
     def _check_release(self, keys: set[str]) -> None:
-        """Raises StoreError if these caches could not be deleted.
-
-        Called before records are deleted. Caches without records stay until the next `sync`.
-        """
+        """Before records are deleted: raises StoreError if their caches could not be."""
         if keys:
             store = self.engine.store
             store.check_delete(*store.same_texts(*keys))
@@ -249,17 +239,16 @@ class ChromaLink:
             return self.release(keys)
         except StoreError as error:
             raise StoreError(
-                f"the records are gone or replaced, but not all of their caches ({error}); delete "
-                "these with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
+                f"the records were deleted or replaced, but some of their caches were not ({error})"
+                "; delete these with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
             ) from error
 
     def release(self, keys: Iterable[str]) -> int:
         """Delete the caches of ``keys`` that no record references; returns how many there were.
 
         Caches of the same texts by other models are deleted as well, and then the texts. A record
-        of any collection of this database is a reference if its metadata hold the key. A record
-        that was written without the key is one after the next `sync`. A text that is added again
-        within a minute is not computed again, see `Engine.delete`.
+        of any collection of this database is a reference if its metadata hold the key, which `sync`
+        writes. A text that is added again within a minute is not computed again.
 
         Raises StoreError if a cache cannot be deleted.
         """
@@ -284,13 +273,9 @@ class ChromaLink:
     # -- records that others wrote ----------------------------------------------------------
 
     def adopt(self, *, cache_existing: bool) -> None:
-        """Cache the existing records, or warn if they have no caches.
+        """Cache all existing records as `sync` does, or warn if a few of them have no caches.
 
-        cache_existing: whether to cache and link all existing records, as `sync` does without
-            pruning. Else a few records are checked. If none has a cache, because another vector
-            store or another model has made them, a warning is logged.
-
-        Raises InvalidOption or StoreError as `sync` does.
+        They have none if another vector store or another model has made them.
         """
         if cache_existing:
             self.sync(prune=False, progress=True)
@@ -319,10 +304,9 @@ class ChromaLink:
     ) -> SyncResult:
         """Make caches and keys agree with the present texts of the records.
 
-        It may be interrupted at any moment; the next call continues. A second call without changes
-        in between does nothing. A cache counts as present if its file exists; files are not
-        verified. An evicted cache is not computed again, because it would evict another one. A
-        question that needs it computes it.
+        It may be interrupted at any moment; the next call continues. A cache counts as present if
+        its file exists. An evicted cache is not computed again, because it would evict another one;
+        a question that needs it computes it.
 
         build_missing: whether to compute missing caches.
         prune: whether to delete unreferenced chunks: caches and texts of this store's namespace, of
@@ -432,7 +416,7 @@ class ChromaLink:
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
         """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
 
-        A record without a text is left out, with a warning, and the next nearest one returned.
+        A record without a text is left out, with a warning.
 
         Raises:
             EmptyInput: the collection is empty.
@@ -446,34 +430,27 @@ class ChromaLink:
             n_records = self.collection.count()
         if not n_records:
             raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        n_asked = k
-        while True:
-            with chroma_errors(f"collection {name!r} refused the query"):
-                found = self.collection.query(
-                    query_embeddings=[embedding],
-                    n_results=n_asked,
-                    include=["documents", "metadatas", "distances"],
-                )
-            documents, metadatas = found["documents"], found["metadatas"]
-            distances = found["distances"]
-            assert documents and metadatas and distances  # they were asked for
-            columns = found["ids"][0], documents[0], metadatas[0], distances[0]
-            rows = list(zip(*columns, strict=True))
-            textless = [id_ for id_, text, _, _ in rows if text is None]
-            if len(rows) - len(textless) >= k or len(rows) < n_asked:
-                break
-            n_asked *= 2
-        if textless:
+        with chroma_errors(f"collection {name!r} refused the query"):
+            found = self.collection.query(
+                query_embeddings=[embedding],
+                n_results=k,
+                include=["documents", "metadatas", "distances"],
+            )
+        documents, metadatas = found["documents"], found["metadatas"]
+        distances = found["distances"]
+        assert documents and metadatas and distances  # they were asked for
+        rows = list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
+        for id_ in [id_ for id_, text, _, _ in rows if text is None][:1]:
             # Chroma keeps an index for each process, and one set of records for all processes.
             _log.warning(
                 "record %r of collection %r has no text and is left out; add it again with one, or "
-                "start this process again if another one has deleted it", textless[0], name,
+                "start this process again if another one has deleted it", id_, name,
             )  # fmt: skip
         return [
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
             for id_, text, metadata, distance in rows
             if text is not None
-        ][:k]
+        ]
 
 
 def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:

@@ -21,10 +21,8 @@ from samkv_integrations.errors import InvalidOption, StoreError
 class Ownership:
     """The claim of a collection's database on the caches of a store's namespace.
 
-    A database is recognised by the ids of its collections, which are unique. So it may be moved,
-    copied with its caches, or reached at another address. If none of these collections is left, it
-    is recognised by its place. A database in memory writes no note, because it ends with its
-    process.
+    A database is recognised by the ids of its collections, so it may be moved or copied, or else by
+    its place. A database in memory writes no note, because it ends with its process.
     """
 
     def __init__(self, store: Store, records: Records) -> None:
@@ -44,9 +42,7 @@ class Ownership:
     def claim(self) -> None:
         """Check that the caches belong to this database, and write that into the note.
 
-        Raises:
-            InvalidOption: the caches belong to another database.
-            StoreError: the note is damaged, or cannot be written.
+        Raises InvalidOption if they do not, StoreError if the note is damaged or not written.
         """
         mine = str(self._records.collection.id)
         owner = self._read()

@@ -25,12 +25,10 @@ Metadata = Mapping[str, Any]
 class IngestResult:
     """The result of `ChromaLink.add`.
 
-    n_cached: chunks that were computed, those with a broken cache included.
-    n_hit: records whose chunk was cached before, or occurred earlier in the same call. Records
-        without a cache count in neither.
+    n_cached: chunks that were computed. n_hit: records whose chunk was cached before, or occurred
+        earlier in the same call.
     n_evicted: chunks of this call that were evicted again before its end, for want of room.
-    n_released: deleted caches of records that were replaced, such as those of another model.
-    bytes_on_disk: size of the caches that were written, evicted ones included.
+    n_released: deleted caches of records that were replaced. bytes_on_disk: written.
     """
 
     n_records: int
@@ -48,12 +46,9 @@ class SyncResult:
 
     n_records: records of the collection. n_cached: chunks that were computed.
     n_linked: records whose key was missing or wrong, and was set.
-    n_skipped: records without a text, or with one that can be no chunk, such as a text longer than
-        the context window.
+    n_skipped: records without a text, or with one that can be no chunk.
     n_evicted: chunks whose cache was evicted for want of room. They are not computed again.
-    n_pruned: unreferenced chunks that were deleted. n_in_grace: unreferenced chunks that were kept
-        because they are young.
-    bytes_freed: by how much the store became smaller.
+    n_pruned, n_in_grace: unreferenced chunks that were deleted, and that are too young for that.
     """
 
     n_records: int
@@ -127,7 +122,7 @@ class Records:
         return place if is_default or not place else f"{place} ({'/'.join(names)})"
 
     def check_sizes(self, embeddings: Sequence[Sequence[float]]) -> None:
-        """Raises InvalidOption if embeddings differ in size, or from those of the collection."""
+        """Raises InvalidOption if embeddings differ in size, or from the collection's."""
         mine = [model for model in self.models() if model.id == self.collection.id]
         if not mine:
             raise InvalidOption(

@@ -36,6 +36,7 @@ REMOVED = {
     "ask --questions": "run 'samkv tune --questions FILE', which counts right answers",
     "doctor --questions": "run 'samkv tune --questions FILE', which counts right answers",
     "quickstart --questions": "put questions.jsonl into the folder that --documents names",
+    "methods --markdown": "docs/methods.md has the table",
     "pull --collection": "it fetches the caches of the whole namespace",
     "sync --no-build": "call ChromaLink.sync(build_missing=False)",
     "sync --no-prune": "call ChromaLink.sync(prune=False)",
@@ -48,8 +49,7 @@ REMOVED = {
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
     "--seed": "answers are greedy, and questions come in the order of their file",
-    "--min-replicas": "the number of replicas is fixed; give --replicas",
-    "--max-replicas": "the number of replicas is fixed; give --replicas",
+    "serve --ray": "start several servers behind a load balancer, on one --dir or --remote",
     "--route": "put a proxy that hashes 'x-session-id' before several servers",
 }
 """Removed command or option, of one command or of any -> what takes its place."""
@@ -112,7 +112,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         flags.setdefault(each.name, each)
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:  # noqa: ANN401
+    def run(**given: Any) -> None:
         own = {name: given[name] for name in parameters if name in given}
         filled = {
             name: group(**{each.name: given[each.name] for each in of_groups[name]})
@@ -212,10 +212,6 @@ EvictionBudget = Annotated[
 MaxNewTokens = Annotated[
     int, _option("Most tokens of the answer.", "--max-new-tokens", "--max-tokens", min=1)
 ]
-RayAddress = Annotated[
-    str | None,
-    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine only.", hidden=True),
-]
 
 # -- of ingest and remove ------------------------------------------------------------------------
 Paths = Annotated[
@@ -231,9 +227,13 @@ RemovedPaths = Annotated[
 IngestBudget = Annotated[
     str | None, _option("Most bytes of all caches on disk from now on: 20GB.", "--max-bytes")
 ]
-ChunkSize = Annotated[int, _option("Most tokens of a chunk.")]
+ChunkSize = Annotated[int, _option("Most tokens of a chunk.", min=1)]
 OnRay = Annotated[
     bool, _option("Use several workers on Ray, each of which loads the model.", "--ray")
+]
+RayAddress = Annotated[
+    str | None,
+    _option("HOST:PORT of a Ray cluster, or auto. Default: this machine only.", hidden=True),
 ]
 Workers = Annotated[int | None, _option("Workers on Ray. [default: 2]", min=1)]
 WorkerCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
@@ -261,7 +261,6 @@ BudgetNamespace = Annotated[str | None, _option("Limit this namespace only.", "-
 PullBytes = Annotated[str | None, _option("Most bytes to fetch, such as 4GB.", "--bytes")]
 
 # -- of ask, inspect and methods ----------------------------------------------------------------
-AsMarkdown = Annotated[bool, _option("Write the table of docs/methods.md.")]
 QuestionText = Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")]
 HtmlPage = Annotated[Path | None, _option("Also write a web page to this file.", "--html")]
 ShownLayer = Annotated[
@@ -301,12 +300,6 @@ EndGrace = Annotated[
     int, _option("Seconds for running answers at shutdown.", "--grace", min=0, hidden=True)
 ]
 LogPrompts = Annotated[bool, _option("Log prompts.", "--log-prompts", hidden=True)]
-ServedOnRay = Annotated[
-    bool, _option("Use several replicas on Ray, each of which loads the model.", "--ray")
-]
-Replicas = Annotated[int | None, _option("Number of replicas. [default: 2]", min=1, hidden=True)]
-ReplicaCpus = Annotated[int | None, _option("CPUs of each. [default: 1]", min=1, hidden=True)]
-ReplicaGpus = Annotated[float | None, _option("GPUs of each. [default: 0]", min=0, hidden=True)]
 
 # -- of doctor and quickstart -------------------------------------------------------------------
 CostFolder = Annotated[

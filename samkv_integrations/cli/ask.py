@@ -7,8 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Index, eviction_of, given_methods, words
@@ -195,7 +193,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
         out.print(f"without a usable cache: {misses}")
 
 
-def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> None:
+def methods(as_json: args.Json = False) -> None:
     """List the methods of answering from chunk caches, and of evicting KV entries."""
     from samkv_integrations.eviction import EVICTIONS
     from samkv_integrations.methods import METHODS
@@ -208,9 +206,5 @@ def methods(as_json: args.Json = False, markdown: args.AsMarkdown = False) -> No
     if as_json:
         tables.write_json("methods", None, rows)
         return
-    columns, cells = ("name", "kind", "paper", "summary"), [tuple(row.values()) for row in rows]
-    if markdown:
-        marked = [(f"`{name}`", *rest) for name, *rest in cells]
-        typer.echo(tables.markdown_table(columns, marked, left=4))
-    else:
-        tables.console().print(tables.table(columns, cells, left=4))
+    cells = [tuple(row.values()) for row in rows]
+    tables.console().print(tables.table([*rows[0]], cells, left=4))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,12 +21,10 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
     Index,
     Ingested,
-    ray_pool,
-    remembered,
-    removed_if_unused,
+    remember,
     require_own_records,
-    require_same,
     store_in,
+    use_threads_for,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
+    from samkv_integrations.cluster.ingest import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -97,49 +97,41 @@ def ingest(
     from samkv_integrations.cache.windows import MIN_RUN
     from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster import ModelSource, add_on_ray
+    from samkv_integrations.cluster import add_on_ray, engine_of
     from samkv_integrations.embedding import HashingEmbedding
 
+    began = time.perf_counter()
     check_name(collection)
-    pool = ray_pool(on_ray, "worker", ray_address, workers, worker_cpus, worker_gpus)
+    pool = _pool(on_ray, ray_address, workers, worker_cpus, worker_gpus)
     folder, database = index.folder, index.database
     found = find_documents(paths, leave_out=folder)
     place = (index.namespace, collection)
     before = index.as_ingested([place])
-    require_same(folder, database, place, before, index.dtype, found.files)
     model = before.model
+    source = index.source(before, max_bytes)
+    use_threads_for(model)
     # where workers compute, this process only reads texts
-    here = index if pool is None else replace(index, device="cpu")
-    with removed_if_unused(folder):
-        engine = here.engine(before, max_bytes)
-        read = read_chunks(found.files, engine.model, chunk_size)
-        if not read.texts:
-            with suppress(InvalidOption, UnknownOption):  # a new collection is not made
-                _delete_outdated(ChromaLink(database.collection(collection), engine), read)
-            why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
-            n_files = count(len(found.files), "document")
-            raise EmptyInput(f"no text in {n_files}{why}; give some with text")
-        link = ChromaLink(database.collection(collection, create=True), engine)
-    settings = Ingested(
-        model=model, dtype=engine.model.dtype_name, store_bits=engine.store_bits
-    )  # fmt: skip
+    engine = engine_of(source if pool is None else source.model_copy(update={"device_map": "cpu"}))
+    read = read_chunks(found.files, engine.model, chunk_size)
+    if not read.texts:
+        with suppress(InvalidOption, UnknownOption):  # a new collection is not made
+            _delete_outdated(ChromaLink(database.collection(collection), engine), read)
+        why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
+        n_files = count(len(found.files), "document")
+        raise EmptyInput(f"no text in {n_files}{why}; give some with text")
+    link = ChromaLink(database.collection(collection, create=True), engine)
     records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
     done: IngestResult
     failed: list[dict[str, str]] = []
     if pool is None:
-        with remembered(folder, engine.store, place, settings):
-            done = link.add(*records, progress=True)
+        done = link.add(*records, progress=True)
     else:
-        source = ModelSource(
-            model_name=model, device_map=index.device, dtype=before.dtype, kv_dir=folder / "kv",
-            namespace=index.namespace, store_bits=engine.store_bits, max_bytes=max_bytes,
-            kv_remote=index.remote,
-        )  # fmt: skip
-        # Ray writes to standard output of a worker that ends
-        with remembered(folder, engine.store, place, settings), redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):  # where Ray writes what a worker that ends has written
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
+    dtype, bits = engine.model.dtype_name, engine.store_bits
+    remember(folder, engine.store, place, Ingested(model=model, dtype=dtype, store_bits=bits))
     _delete_outdated(link, read)
 
     skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
@@ -168,7 +160,9 @@ def ingest(
         lines = [
             f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
             f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
-            f"{formatting.seconds(done.seconds)}, {formatting.size(done.bytes_on_disk)} added",
+            f"{formatting.seconds(time.perf_counter() - began)}, of which "
+            f"{formatting.seconds(done.seconds)} to cache the chunks; "
+            f"{formatting.size(done.bytes_on_disk)} added",
         ]
         if done.n_released:
             lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")
@@ -180,6 +174,29 @@ def ingest(
         tables.console().print("\n".join(lines), soft_wrap=True)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
+
+
+def _pool(
+    on_ray: bool, address: str | None, workers: int | None, cpus: int | None, gpus: float | None
+) -> WorkerPool | None:
+    """The workers on Ray; None without ``--ray``.
+
+    Raises:
+        InvalidOption: an option has no effect without ``--ray``, or a wrong value.
+        MissingExtra: Ray is not installed.
+    """
+    from samkv_integrations.cluster.ingest import WorkerPool, require_ray
+
+    if on_ray:
+        require_ray()
+        return WorkerPool(
+            n_workers=workers or 2, n_cpus=cpus or 1, n_gpus=gpus or 0.0, address=address
+        )
+    given = {"ray-address": address, "workers": workers, "worker-cpus": cpus, "worker-gpus": gpus}
+    for option, value in given.items():
+        if value is not None:
+            raise InvalidOption(f"--{option} {value} has no effect without --ray; give --ray too")
+    return None
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
@@ -314,12 +331,10 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
     A file that cannot be read is skipped, so that the others are ingested.
 
-    Raises InvalidOption if ``chunk_size`` is not positive, or no file can be read.
+    Raises InvalidOption if no file can be read.
     """
     from samkv_integrations.cache.chunk import normalise
 
-    if chunk_size < 1:
-        raise InvalidOption(f"chunk size {chunk_size}; it must be at least 1 token")
     read = Read()
     for file in files:
         try:

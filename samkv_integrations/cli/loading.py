@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -11,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.engine.options import EngineOptions, OwnEngineOptions, check_options
-from samkv_integrations.errors import InvalidOption, SamkvError, UnknownOption
+from samkv_integrations.engine.options import OwnEngineOptions
+from samkv_integrations.errors import InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.cache.store import Store
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster.workers import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.eviction import Eviction
+    from samkv_integrations.llm.engine_args import ModelSource
     from samkv_integrations.methods import Method
 
 BUILTIN = "builtin"
@@ -145,31 +144,29 @@ class Index:
             store_bits=last.store_bits if self.store_bits is None else self.store_bits,
         )  # fmt: skip
 
-    def engine(
+    def source(
         self, given: Ingested, max_bytes: str | None = None, **options: Unpack[OwnEngineOptions]
-    ) -> Engine:
-        """An engine over the chunk caches, whose folder is created if necessary.
+    ) -> ModelSource:
+        """What an engine over the chunk caches is made of.
 
         given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on, such as
         ``20GB``; None for the limit that was set before. options: see `Engine`.
         """
-        from samkv_integrations.cache.disk import ChunkStore
-        from samkv_integrations.engine.engine import Engine
+        from samkv_integrations.llm.engine_args import ModelSource
 
-        all_options: EngineOptions = {"store_bits": given.store_bits, **options}
-        check_options(EngineOptions, all_options)  # before a folder is made
+        own: Any = options  # those with a flag, which are fields of a source too
+        return ModelSource(
+            model_name=given.model, device_map=self.device, dtype=given.dtype, weights=self.weights,
+            kv_dir=self.folder / "kv", kv_remote=self.remote, namespace=self.namespace,
+            max_bytes=max_bytes, store_bits=given.store_bits, **own,
+        )  # fmt: skip
+
+    def engine(self, given: Ingested, **options: Unpack[OwnEngineOptions]) -> Engine:
+        """An engine over the chunk caches, whose folder is created if necessary; see `source`."""
+        from samkv_integrations.llm.engine_args import engine_of
+
         use_threads_for(given.model)
-        store = ChunkStore(
-            self.folder / "kv", namespace=self.namespace, max_bytes=max_bytes, remote=self.remote
-        )
-        return Engine.from_pretrained(
-            given.model,
-            store,
-            device=self.device,
-            dtype=given.dtype,
-            weights=self.weights,
-            **all_options,
-        )
+        return engine_of(self.source(given, **options))
 
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
@@ -190,68 +187,13 @@ class Index:
         return [ChromaLink(one, engine) for one in opened]
 
 
-@contextmanager
-def removed_if_unused(folder: Path) -> Iterator[None]:
-    """A block that makes a store in ``folder``, which goes again if it fails without any cache."""
-    made = [path for path in (folder, folder / "kv") if not path.exists()]
-    try:
-        yield
-    except BaseException:
-        is_empty = not any(folder.rglob("*.safetensors"))
-        if made and is_empty and not (folder / "chroma").exists():  # which Chroma may hold open
-            shutil.rmtree(made[0], ignore_errors=True)
-        raise
-
-
 _NOTE = "ingested"
 
 
-def require_same(
-    folder: Path, database: Database, place: tuple[str, str], now: Ingested, dtype: str | None,
-    files: Sequence[Path],
-) -> None:  # fmt: skip
-    """Raises InvalidOption if a collection holds other documents, of another model, dtype or bits.
-
-    now: the settings for ``files``. dtype: the given one, if any.
-    """
-    from samkv_integrations.chroma.records import Records
-
-    before = _remembered(folder / "kv").get(_key(place), now)
-    if now.model != before.model:
-        what = f"model {before.model}"
-    elif dtype not in (None, "auto", before.dtype):
-        what = f"dtype {before.dtype}"
-    elif now.store_bits not in (None, before.store_bits):
-        what = f"--store-bits {before.store_bits}"
-    else:
-        return
-    collection, sources = database.collection(place[1], create=True), list(map(str, files))
-    others: Any = {"source": {"$nin": sources}}
-    if Records(collection).read(collection, where=others, limit=1, include=[])["ids"]:
-        raise InvalidOption(
-            f"collection {place[1]!r} holds other documents, ingested with {what}, and is asked "
-            "with one model, dtype and --store-bits; leave the option out, give another "
-            "--collection, or ingest all of its documents"
-        )
-
-
-@contextmanager
-def remembered(
-    folder: Path, store: Store, place: tuple[str, str], ingested: Ingested
-) -> Iterator[None]:
-    """Store the settings of a collection's ingest beside the caches, before it is done.
-
-    An ingest that fails, such as one that is refused, leaves the settings of before.
-    """
-    before = store.note(_NOTE)
+def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
+    """Keep the settings of a collection's ingest beside the caches."""
     known = _remembered(folder / "kv") | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
-    try:
-        yield
-    except SamkvError:
-        if before is not None:
-            store.put_note(_NOTE, before)
-        raise
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
@@ -331,28 +273,3 @@ def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield show
-
-
-def ray_pool(
-    on_ray: bool, kind: str, address: str | None, number: int | None, n_cpus: int | None,
-    n_gpus: float | None,
-) -> WorkerPool | None:  # fmt: skip
-    """The processes on Ray; None without ``--ray``. kind: what the options call one.
-
-    Raises:
-        InvalidOption: an option has no effect without ``--ray``, or a wrong value.
-        MissingExtra: Ray is not installed.
-    """
-    from samkv_integrations.cluster.workers import WorkerPool, require_ray
-
-    if on_ray:
-        require_ray()
-        return WorkerPool(
-            n_workers=number or 2, n_cpus=n_cpus or 1, n_gpus=n_gpus or 0.0, address=address
-        )
-    given = {"--ray-address": address, f"--{kind}s": number, f"--{kind}-cpus": n_cpus,
-             f"--{kind}-gpus": n_gpus}  # fmt: skip
-    for option, value in given.items():
-        if value is not None:
-            raise InvalidOption(f"{option} {value} has no effect without --ray; give --ray too")
-    return None

@@ -245,7 +245,7 @@ def _show(
         tables.console().print(each, soft_wrap=isinstance(each, str))
 
 
-def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:  # noqa: ANN401
+def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:
     if remote is None:
         raise InvalidOption(
             "--remote is missing; give the URL that machines share, or SAMKV_REMOTE"

@@ -30,7 +30,7 @@ PIPE_WIDTH = 100
 class _Console(Console):
     """A console that replaces control characters, which rich would pass to the terminal."""
 
-    def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
+    def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text), **options)
 
 

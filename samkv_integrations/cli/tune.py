@@ -30,6 +30,7 @@ def tune(
     """Find the fastest setting with as many right answers as full prefill, on your questions."""
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.costs import name_of
+    from samkv_integrations.engine.engine import Engine
     from samkv_integrations.engine.tuned import write_tuned
     from samkv_integrations.evaluation import is_in_documents, read_questions
     from samkv_integrations.tuning import (
@@ -48,14 +49,17 @@ def tune(
     if len(asked) < LEAST_QUESTIONS:
         raise EmptyInput(
             f"{questions} has {count(len(asked), 'different question')} with gold answers, and "
-            f"{LEAST_QUESTIONS} are needed, three to choose a setting and two to check it; give "
-            'more, each with "answers"'
+            f"{LEAST_QUESTIONS} are needed (3 to choose a setting, 2 to check it); add lines with "
+            '"question" and "answers"'
         )
     random.Random(0).shuffle(asked)
     opened = index.database.collection(collection)
     as_before = index.as_ingested([(index.namespace, collection)])
     store_in(index.folder, index.namespace, index.remote)  # raises if there is none
-    engine = index.engine(as_before, prefix_bytes=0, exact_beginnings=False)
+    made = index.engine(as_before)  # whose memory and idle work would change what is measured
+    engine = Engine(
+        made.model, made.store, scheduler=made.scheduler, prefix_bytes=0, exact_beginnings=False
+    )
     store = cast("ChunkStore", engine.store)
     store.require(engine.fingerprint)
     in_chat = engine.model.asks_in_chat if chat is None else chat

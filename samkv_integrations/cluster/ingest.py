@@ -6,22 +6,28 @@ import logging
 import os
 import pickle
 import platform
+import re
+import secrets
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
-from samkv_integrations.cluster.workers import WorkerPool, reason_in
+from samkv_integrations.engine.chunks import progress_bar
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import batches
-from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption
+from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
 
@@ -112,8 +118,8 @@ def cache_on_ray(
         n_told = n_complete
 
     sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
-    n_missed = n_cached = sum(len(group) for _, group in work)
-    with tqdm(total=n_missed, desc="caching chunks", disable=not progress) as bar:
+    n_cached = sum(len(group) for _, group in work)
+    with progress_bar(chain.from_iterable(group for _, group in work), is_shown=progress) as bar:
         texts_of = [[ref.text for ref in group] for _, group in work]
         results = _by_workers(pool, (sent, engine.key_of(PROBE), pool.n_cpus), texts_of)
         for (page, group), result in zip(work, results, strict=True):
@@ -121,7 +127,7 @@ def cache_on_ray(
             for at, why in pickle.loads(result["failed"]).items():
                 n_cached -= 1
                 failed |= dict.fromkeys(places_of[group[at].key], why)
-            bar.update(len(group))
+            bar.update(sum(len(ref.token_ids) for ref in group))
     tell(len(pages))
     n_records = len(refs) - len(failed)
     return ClusterIngest(
@@ -170,18 +176,19 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
-                f"{name} is loaded in this process, and workers load their own; give model_name"
+                f"{name} is an object of this process; workers load the model: give model_name"
             )
     if source.kv_dir is None:
         raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")
     if not pool.n_gpus and source.device_map not in (None, "auto", "cpu"):
         raise InvalidOption(
-            f"device {source.device_map!r} for workers without a GPU; say how many each has"
+            f"device {source.device_map!r}, but workers have no GPU; give --worker-gpus 1, "
+            "in Python WorkerPool(n_gpus=1)"
         )
     if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(torch.device("cpu")):
         raise InvalidOption(
-            "dtype='auto' may mean another one on a GPU of the workers than on this machine; give "
-            "bfloat16 or float32"
+            "dtype='auto' may choose another dtype on the workers' GPUs than on this machine; give "
+            "'bfloat16' or 'float32'"
         )
     return source.model_copy(
         update={
@@ -275,3 +282,108 @@ class CacheWorker:
                 except Exception as error:
                     failed[place] = " ".join(f"{type(error).__name__}: {error}".split())
         return {"failed": pickle.dumps(failed)}
+
+
+# -- the cluster --------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r"[^/\s]+:[0-9]+")
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt): ")
+
+_OWN_CLUSTER = {
+    # Ray listens on all addresses of a machine, and runs any code that it receives.
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else it reports what Ray Data does
+}
+"""Environment of a cluster that this process starts for itself. Variables that are set already win.
+Ray reads them when it is imported."""
+
+
+def require_ray() -> None:
+    """Raises MissingExtra if Ray is not installed. Does not import it."""
+    if find_spec("ray") is None:
+        raise MissingExtra.of("ray", "ray")
+
+
+def reason_in(message: str) -> str:
+    """The cause named in an error of Ray. Around it are a traceback and further lines."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
+        return ours[-1].partition(": ")[2]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return errors[-1] if errors else lines[0] if lines else "Ray does not say"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPool:
+    """The number of workers and the resources of each. Each worker loads the model.
+
+    n_cpus: processors of a worker, and threads that torch uses there.
+    n_gpus: accelerators of a worker, also a fraction; 0 runs the model on the processor.
+    address: of a running Ray cluster; ``auto`` for the one of this machine; None for a cluster on
+        this machine that starts and ends with the work. A cluster to which this process is
+        connected already is used in any case.
+    """
+
+    n_workers: int = 2
+    n_cpus: int = 1
+    n_gpus: float = 0.0
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("n_workers", 1), ("n_cpus", 1), ("n_gpus", 0)):
+            value = getattr(self, name)
+            if not value >= least or (least and type(value) is not int):
+                raise InvalidOption(f"{name}={value!r}; give a number of at least {least}")
+        if self.address not in (None, "auto") and not _ADDRESS.fullmatch(str(self.address)):
+            raise InvalidOption(f"address={self.address!r}; give HOST:PORT of a cluster, or 'auto'")
+
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """Ray, connected to a cluster with room for at least one worker.
+
+        Raises:
+            MissingExtra: Ray is not installed.
+            InvalidOption: the cluster cannot be reached, or cannot hold a worker.
+        """
+        if self.address is None and "ray" not in sys.modules:
+            for name, value in _OWN_CLUSTER.items():
+                os.environ.setdefault(name, value)
+        require_ray()
+        import ray.data
+
+        is_begun_here = not ray.is_initialized()
+        if is_begun_here:
+            self._connect(ray)
+        try:
+            # Ray would wait for ever for a worker that fits nowhere.
+            total = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
+            # A cluster may get further nodes; this machine does not grow.
+            n_needed = self.n_workers if self.address is None else 1
+            if n_needed * self.n_cpus > cpus or n_needed * self.n_gpus > gpus:
+                raise InvalidOption(
+                    f"{self.n_workers} workers of {self.n_cpus} CPUs and {self.n_gpus:g} GPUs; Ray "
+                    f"has {cpus:g} CPUs and {gpus:g} GPUs in all; give fewer or smaller ones"
+                )
+            yield ray
+        finally:
+            if is_begun_here:
+                ray.shutdown()
+
+    def _connect(self, ray: Any) -> None:  # noqa: ANN401
+        try:
+            if self.address not in (None, "auto"):  # Ray would wait for minutes
+                host, _, port = str(self.address).rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+            ray.init(
+                address=self.address or "local", log_to_driver=False, logging_level="ERROR",
+                include_dashboard=None if self.address else False,
+            )  # fmt: skip
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            why = (str(error).strip().splitlines() or [repr(error)])[0]
+            raise InvalidOption(
+                f"there is no Ray cluster at {self.address or 'this machine'!r} ({why}); start one "
+                "with 'ray start --head', or leave the address out to start one here"
+            ) from error

@@ -7,6 +7,7 @@ follows changes of the model, and all processes that share a store agree on its 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +26,10 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
 from samkv_integrations.cache.formats.quantise import EntryFormat
+from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.engine.prefill import (
@@ -40,8 +43,10 @@ from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
     InvalidChunk,
+    InvalidOption,
     StoreError,
 )
+from samkv_integrations.model.loading import available_bytes
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
@@ -108,7 +113,7 @@ class ReleasedCaches:
             if n_cleared != self.n_cleared:
                 return False
             held = [*self._caches.values(), cache]
-            if sum(each.entries.nbytes + each.key_range.nbytes for each in held) > RELEASED_BYTES:
+            if sum(each.n_bytes for each in held) > RELEASED_BYTES:
                 return False
             self._caches[cache.key] = cache
             if self._timer is None:
@@ -132,6 +137,36 @@ class ReleasedCaches:
             timer.cancel()
 
 
+def hot_budget(model: Model, hot_bytes: int | None) -> int:
+    """The bytes of memory that an engine's option ``hot_bytes`` stands for.
+
+    Raises InvalidOption for more than the device has.
+    """
+    most = available_bytes() or sys.maxsize
+    default = 0
+    if model.device.type == "cuda":
+        free, most = torch.cuda.mem_get_info(model.device)
+        default = free // 10
+    if hot_bytes is not None and hot_bytes > most:
+        raise InvalidOption(
+            f"hot_bytes={hot_bytes}, and {model.device} has {most} bytes; give less, or None for "
+            "the default"
+        )
+    return default if hot_bytes is None else hot_bytes
+
+
+def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
+    """A bar on standard error that counts the tokens of the ``missed`` chunks, each chunk once.
+
+    It shows tokens a second and the time left. There is none if no chunk is missed.
+    """
+    lengths = {ref.key: len(ref.token_ids) for ref in chunks if ref.state == "missed"}
+    return tqdm(
+        total=sum(lengths.values()), desc="caching chunks", unit=" tokens", unit_scale=True,
+        disable=not (is_shown and lengths),
+    )  # fmt: skip
+
+
 class Chunks:
     """The chunks of one model in one store. Thread-safe.
 
@@ -140,11 +175,12 @@ class Chunks:
         scheme: the blocks of chunks. None takes the block size of the caches that the store holds
             for this model, else one that suits the lengths of the first chunks.
         store_bits: bits of each number in a chunk cache.
+        hot_bytes: see `hot_budget`.
         run: `Scheduler.run`, which runs a function in the model's thread.
         on_change: called when the model has changed.
 
-    has_own_scheme: whether ``scheme`` was given. outage: logs failures of the store that a prompt
-    survives.
+    has_own_scheme: whether ``scheme`` was given. hot: verified caches in memory. outage: logs
+    failures of the store that a prompt survives.
 
     Raises InvalidOption if the model's entries cannot be stored in ``store_bits`` bits.
     """
@@ -157,6 +193,7 @@ class Chunks:
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
+        hot_bytes: int | None,
         run: Callable[[Callable[[], Any]], Any],
         on_change: Callable[[], None],
     ) -> None:
@@ -165,6 +202,8 @@ class Chunks:
         )  # raises
         self.model, self.prefix = model, prefix
         self.store, self._store_bits, self._scheme = store, store_bits, scheme
+        max_bytes = hot_budget(model, hot_bytes) if isinstance(store, ChunkStore) else 0
+        self.hot = HotChunks(store, max_bytes, model.layer_devices)
         self._run, self._on_change = run, on_change
         self.has_own_scheme = scheme is not None
         self.outage = Outage()
@@ -217,6 +256,7 @@ class Chunks:
             if has_changed:
                 self._generation, self._agreed, self._stable_layers = generation, None, None
         if has_changed:
+            self.hot.clear()
             self._on_change()
         return self.fingerprint
 
@@ -332,7 +372,8 @@ class Chunks:
     def cache(self, texts: Sequence[str], *, progress: bool = False) -> list[ChunkRef]:
         """As `Engine.cache_chunks`; returns the chunks, of which the ``missed`` were computed."""
         found = self.look_up(self.agree(self.refer(texts, must_fit=True)))
-        self.compute(found, progress=progress)
+        with progress_bar(found, is_shown=progress) as bar:
+            self.compute(found, on_written=bar.update)
         self._prepared.add(ref.key for ref in found)
         return found
 
@@ -340,15 +381,14 @@ class Chunks:
         self,
         chunks: Sequence[ChunkRef],
         *,
-        progress: bool = False,
-        on_written: Callable[[], object] = lambda: None,
+        on_written: Callable[[int], object] = lambda n_tokens: None,
         since: int | None = None,
     ) -> None:
         """Compute the ``missed`` chunks, several a pass, and store their caches.
 
         One that was released within the last minute is stored again instead, unless ``since``.
 
-        progress: show a progress bar. on_written: called after each cache is stored.
+        on_written: called with a chunk's number of tokens, after its cache is stored.
         since: store none if something was deleted since, see `deletions`; None to store all.
 
         The ``cached`` ones count as just used; one whose file is gone is computed, too.
@@ -366,21 +406,16 @@ class Chunks:
             self.store.touch(key, self.fingerprint)
         fingerprint, is_same_model = self.while_computing()
 
-        def keep(caches: PrefilledChunks, at: int) -> None:
-            self.keep(since, caches[at])
+        def keep(caches: PrefilledChunks, at: int) -> int:
+            return self.keep(since, caches[at])
 
-        with (
-            tqdm(total=len(missed), desc="caching chunks", disable=not progress) as bar,
-            ThreadPoolExecutor(_WRITERS) as writers,
-        ):
-            written: Iterator[None] = iter(())
+        with ThreadPoolExecutor(_WRITERS) as writers:
+            written: Iterator[int] = iter(())
             try:
                 for key, ref in list(missed.items()) if since is None else ():
                     if (cache := self._released.take(key, fingerprint)) is not None:
-                        self.keep(None, replace(cache, text=ref.text))
+                        on_written(self.keep(None, replace(cache, text=ref.text)))
                         del missed[key]
-                        bar.update()
-                        on_written()
                 if missed:
                     of_prefix = partial(self._entries_before, fingerprint, is_same_model)
                     before = self._run(of_prefix)
@@ -391,13 +426,11 @@ class Chunks:
                             "the model changed while chunks were being cached, and what it was "
                             "computing is not kept; cache them again once it stays as it is"
                         )
-                    for _ in written:  # of the batch before, while this one was computed
-                        bar.update()
-                        on_written()
+                    for n_tokens in written:  # of the batch before, while this one was computed
+                        on_written(n_tokens)
                     written = writers.map(partial(keep, caches), range(len(caches)))
-                for _ in written:
-                    bar.update()
-                    on_written()
+                for n_tokens in written:
+                    on_written(n_tokens)
             except BaseException:  # an interruption does not wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise
@@ -457,19 +490,22 @@ class Chunks:
 
         A question reads it before it begins, and gives it as ``since`` when it stores a cache: it
         must not bring back a chunk that was deleted meanwhile. Without an answer from the store it
-        is -1, and nothing is stored.
+        is -1, and nothing is stored. Memory of what others have deleted is freed, too.
         """
         with suppress(StoreError):
-            return self.store.index.deletions(self.store.namespace)
+            found = self.store.index.deletions(self.store.namespace)
+            self.hot.follow(found)
+            return found
         return -1
 
-    def keep(self, since: int | None, cache: ChunkCache) -> None:
-        """Store a cache, unless something was deleted since, see `deletions`."""
+    def keep(self, since: int | None, cache: ChunkCache) -> int:
+        """Store a cache, unless something was deleted since; returns the chunk's tokens."""
         if since is None:
             self.store.put(cache)
-            return
-        with suppress(CacheMiss):
-            self.store.put(cache, unless_deleted_since=since)
+        else:
+            with suppress(CacheMiss):
+                self.store.put(cache, unless_deleted_since=since)
+        return len(cache.token_ids)
 
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used, and which it missed."""
@@ -518,6 +554,7 @@ class Chunks:
         try:
             return self.store.delete(*keys)
         finally:
+            self.hot.sweep()
             if is_final:
                 self._released.clear()
 
@@ -533,6 +570,7 @@ class Chunks:
         try:
             return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
         finally:
+            self.hot.sweep()
             self._released.clear()
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:

@@ -73,8 +73,7 @@ class CostModel:
     def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
         """A layer of computing and storing chunks of these lengths.
 
-        n_prefix: tokens of their prefix. They count once for each chunk, although all chunks share
-            one pass over them: an upper bound.
+        n_prefix: tokens of their prefix, which count once for each chunk: an upper bound.
         """
         with_prefix = [n_prefix + length for length in lengths]
         pairs = sum(length * (length + 1) / 2 for length in with_prefix)
@@ -138,8 +137,8 @@ def name_of(model: Model) -> str:
 def measure(model: Model, form: EntryFormat) -> CostModel:
     """Measure the costs on this machine, by passes of one layer over made-up tokens.
 
-    Takes some seconds. The minimum of repeated runs counts, as other work on the machine only adds
-    time. Disks are not measured: entries are assumed to be in the system's page cache.
+    The minimum of repeated runs counts, as other work on the machine only adds time. Disks are not
+    measured: entries are assumed to be in the system's page cache.
     """
 
     def full_prefill(n_tokens: int) -> None:

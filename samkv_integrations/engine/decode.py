@@ -119,8 +119,8 @@ class TextStream:
 class Greedy:
     """One greedy answer.
 
-    tokens: (n,) ids, with the end token if it came. text: without it. logits: (n, vocabulary)
-    float32 on the CPU, before each token.
+    tokens: n ids, including the end token if the model chose it. text: without the end token.
+    logits: (n, vocabulary) float32 on the CPU, from which each token was chosen.
     """
 
     tokens: tuple[int, ...]

@@ -7,10 +7,8 @@ which never fails: which store_bits to use, and when full prefill is faster.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean
 
 import torch
@@ -49,27 +47,8 @@ QUESTION = "Who laid the railway line to Ostmere?"
 
 PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
 
-_OTHERS = (
-    "[Bakery]\nThe bakery on Mill Lane was opened in 1931 by the Holm family. It sells rye bread "
-    "and a plum cake, which is made on Fridays only.",
-    "[Theatre]\nThe theatre seats 240. Its curtain, woven in 1902, shows the river with three "
-    "boats; the middle one has a red sail.",
-    "[Ferry]\nThe ferry takes twelve minutes, four cars and sixty people. In winter it waits for "
-    "the ice to be broken.",
-    "[School]\nThe school has nine teachers. Its garden grows beans, and the bell is rung by hand, "
-    "by the oldest pupil.",
-    "[Clock]\nThe clock of the town hall has been five minutes slow since the storm of 1987; "
-    "nobody minds.",
-)
-
-SAMPLES = (
-    (QUESTION, ("Ida Brandt",), CHUNKS),
-    ("How many books does the library hold?", ("5120",), CHUNKS[1::-1]),
-    ("When was the bakery opened?", ("1931",), _OTHERS[:2]),
-    ("What colour is the sail of the middle boat?", ("red",), _OTHERS[1:4]),
-    ("Who rings the bell?", ("oldest pupil",), _OTHERS[3:]),
-)
-"""Questions, right answers and chunks, on which the effect of fewer bits is measured."""
+QUESTIONS = (QUESTION, "How many books does the library hold?", "When was the harbour built?")
+"""Asked of `CHUNKS`, to measure the effect of fewer bits."""
 
 NEGLIGIBLE_KL = 0.05
 """Mean KL divergence in nats that fewer bits may add to first tokens.
@@ -143,10 +122,7 @@ def _prefix_reuse(engine: Engine) -> Check:
 
 
 def _rotation(engine: Engine) -> Check:
-    """Compares keys at a new position, rotated there by us and by the model, in every layer.
-
-    Both come from the same hidden states, so only the position differs.
-    """
+    """Compares the keys of every layer at a new position, rotated there by us and by the model."""
     model = engine.model
     ids = torch.tensor([model.tokenize(CHUNKS[0], special=False)])
     here = torch.arange(ids.shape[1])
@@ -199,10 +175,7 @@ def _tokens(engine: Engine) -> Check:
 def _logits(
     engine: Engine, prompt: str, chunks: Sequence[str], method: str, follow: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """(1 + n, vocabulary) logits of the first token and after each of n tokens to follow.
-
-    By ``method``, and by the forward pass of transformers.
-    """
+    """(1 + n, vocabulary) logits before and after n tokens, by ``method`` and by transformers."""
     model = engine.model
     with engine.resolve(prompt, chunks) as resolved:
         ids = torch.tensor([[*resolved.token_ids, *follow]], device=model.device)
@@ -231,7 +204,7 @@ def _compare(
 
 
 def bits_advice(model: Model) -> tuple[Check, int]:
-    """The fewest bits in a chunk cache that change first tokens negligibly, and what each does."""
+    """The fewest bits that change first tokens negligibly, and what each number of bits does."""
     most, *fewer = sorted(STORE_BITS, reverse=True)
     advised, exact, told = most, _sample_logits(model, most), []
     for bits in fewer:
@@ -252,18 +225,18 @@ def bits_advice(model: Model) -> tuple[Check, int]:
 
 
 def _sample_logits(model: Model, bits: int) -> list[Tensor]:
-    """(vocabulary,) of the first token of each sample, with chunks stored in ``bits``.
+    """(vocabulary,) of the first token of each question, with chunks stored in ``bits``.
 
-    Each question is asked with every rotation of its chunks, as single prompts differ much.
+    Each question is asked with every rotation of the chunks, as single prompts differ much.
     """
     engine = Engine(model, method="reuse", store_bits=bits)
-    found = []
-    for question, _, chunks in SAMPLES:
-        engine.cache_chunks(chunks)
-        for first in range(len(chunks)):
-            order = (*chunks[first:], *chunks[:first])
-            found.append(engine.logits(rag_prompt(question, order), order, eviction="none")[0])
-    return found
+    engine.cache_chunks(CHUNKS)
+    rotations = [(*CHUNKS[first:], *CHUNKS[:first]) for first in range(len(CHUNKS))]
+    return [
+        engine.logits(rag_prompt(question, order), order, eviction="none")[0]
+        for question in QUESTIONS
+        for order in rotations
+    ]
 
 
 def _kl(full: Tensor, other: Tensor) -> float:
@@ -273,31 +246,17 @@ def _kl(full: Tensor, other: Tensor) -> float:
 
 
 def speed_advice(engine: Engine) -> Check:
-    """Measures costs, and tells up to which context full prefill is faster than reuse."""
-    model, costs = engine.model, engine.calibrate()
-    longest = min(model.context_window - QUESTION_TOKENS, LONGEST_TOKENS)
-    # the smallest context with which auto uses caches
-    smallest = 1 + bisect_left(
-        range(1, longest + 1),
-        True,
-        key=lambda n: not is_whole(METHODS["auto"], costs, _layout(n), _layout(n)),
-    )
-    if smallest > longest:
-        verdict = f"full prefill is faster up to contexts of {longest} tokens, which auto then does"
-    else:
-        verdict = f"auto does full prefill, which is faster, below contexts of {smallest} tokens"
+    """Measures costs, and tells from which context on `auto` uses caches, in whole chunks."""
+    costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
+    lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
+    verdict = "auto does full prefill, which is faster at any length"
+    for n_tokens in lengths:
+        chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
+        layout = Layout.of([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
+        if not is_whole(METHODS["auto"], costs, layout, layout):
+            verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
+            break
     kept = "not kept: give --dir for that"
     if isinstance(engine.store, ChunkStore):
         kept = f"kept in {engine.store.path}"
     return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")
-
-
-def _layout(n_context: int) -> Layout:
-    """A layout of chunks of `CHUNK_TOKENS`, the last one maybe shorter, and a question."""
-    lengths = [CHUNK_TOKENS] * (n_context // CHUNK_TOKENS)
-    lengths += [n_context % CHUNK_TOKENS] if n_context % CHUNK_TOKENS else []
-    ends = list(accumulate(lengths))
-    chunks = [
-        ChunkPart.whole(BlockScheme().of(n), end - n) for n, end in zip(lengths, ends, strict=True)
-    ]
-    return Layout.of([0] * (ends[-1] + QUESTION_TOKENS), chunks, ())

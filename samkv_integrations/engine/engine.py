@@ -63,6 +63,7 @@ class Engine:
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
         exact_beginnings: bool = True,
+        hot_bytes: int | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         if not isinstance(model, Model):
@@ -72,7 +73,11 @@ class Engine:
             )
         if isinstance(store, str | os.PathLike):
             raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
-        check_options(EngineOptions, {"prefix": prefix, "prefix_text": prefix_text})
+        given = {
+            "prefix": prefix, "prefix_text": prefix_text, "prefix_bytes": prefix_bytes,
+            "hot_bytes": hot_bytes,
+        }  # fmt: skip
+        check_options(EngineOptions, given)
         self.model = model
         self.store: Store = MemoryStore() if store is None else store
         self.method, self.store_bits, self.tuned = choices_of(
@@ -86,9 +91,9 @@ class Engine:
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
-            run=self.scheduler.run, on_change=self.prefixes.clear,
+            hot_bytes=hot_bytes, run=self.scheduler.run, on_change=self.prefixes.clear,
         )  # fmt: skip
-        self.exact_beginnings = exact_beginnings
+        self.exact_beginnings, self.hot_bytes = exact_beginnings, hot_bytes
         self._beginnings: Beginnings | None = None
         if exact_beginnings and self.store.keeps_beginnings:
             self._beginnings = Beginnings(self.chunks, self.scheduler)
@@ -203,8 +208,7 @@ class Engine:
                 if ref.state == "missed":
                     named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
                     raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
-        for ref in found:
-            self.store.prefetch(ref.key, chunks.fingerprint)
+        self.store.begin_to_fetch([ref.key for ref in found], chunks.fingerprint)
         self._reader.expect(found, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:
@@ -407,7 +411,7 @@ class Engine:
         )
         resolved = Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
-            outage=self.chunks.outage, on_miss=on_miss, since=since,
+            outage=self.chunks.outage, on_miss=on_miss, since=since, hot=self.chunks.hot,
         )  # fmt: skip
         try:
             resolved.open(with_beginnings=self._beginnings is not None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.costs import is_whole
@@ -19,7 +20,7 @@ from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import FirstToken, Request
 from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
-from samkv_integrations.errors import InvalidOption, PromptTooLong
+from samkv_integrations.errors import InvalidOption, OutOfMemory, PromptTooLong
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.eviction.base import DroppingEviction, SparseEviction
 from samkv_integrations.methods import Method
@@ -31,25 +32,32 @@ from samkv_integrations.prompt.layout import ChunkPart, Layout
 def first_token(request: Request) -> FirstToken:
     """The first token of an answer. Nothing that depends on the prompt is ever stored.
 
-    A cache that fails while it is read becomes a miss, and the request starts again without it.
+    A cache that fails while it is read becomes a miss, and the request starts again without it. A
+    device that runs out of memory frees its hot chunks, and the request starts once more.
 
     Raises:
+        OutOfMemory: the device has no memory for it without them either.
         PromptTooLong: prompt and answer exceed the context window.
         InvalidOption: the method cannot be used with the model, or chooses with a wrong shape.
         ChunkNotCached: a cache failed, and ``on_miss`` is ``error``.
     """
-    resolved = request.resolved
+    resolved, is_last = request.resolved, False
     while True:
-        choice = choose(request)
-        if choice.missed:
-            with request.stage("compute_chunks"):
-                made = request.chunks.compute_for(choice.missed, resolved.since)
-                resolved.add_computed(made)
-                choice = choose(request, may_compute=False)
         try:
+            choice = choose(request)
+            if choice.missed:
+                with request.stage("compute_chunks"):
+                    made = request.chunks.compute_for(choice.missed, resolved.since)
+                    resolved.add_computed(made)
+                    choice = choose(request, may_compute=False)
             return _compute(request, choice)
         except ChunkLost as lost:
             resolved.lose(lost.chunk, lost.miss)
+        except torch.OutOfMemoryError as error:
+            HotChunks.clear_all()
+            if is_last:
+                raise OutOfMemory.on(request.model.device) from error
+            is_last = True  # the next try begins when the tensors of this one are free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +222,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
     is_global = method.positions == "global"
     cached_at = layout.context_positions if is_global else layout.prefilled_positions
     cached_rotation = model.rotation(cached_at)
-    with Context(layout, choice.opened, choice.fingerprint, cached_rotation) as context:
+    with Context(
+        layout, choice.opened, choice.fingerprint, cached_rotation, request.chunks.hot
+    ) as context:
         blend = Blend(
             model=model, layout=layout, context=context, update=method.update,
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=method.attend,

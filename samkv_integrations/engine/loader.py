@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import lru_cache
@@ -16,6 +16,7 @@ from torch import Tensor
 from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.formats.quantise import GROUP_TOKENS, Entries
+from samkv_integrations.cache.hot import HotChunk, HotChunks
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods.base import SelectionInputs
@@ -62,7 +63,7 @@ class Context:
     do not block. An entry is read twice only if few blocks of its chunk are loaded first, and most
     of the chunk later, in one read.
 
-    rotation: of the positions of the cached keys.
+    rotation: of the positions of the cached keys. hot: takes the chunks that are read whole.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Context:
         chunks: Sequence[StoredChunk],
         fingerprint: Fingerprint,
         rotation: Rotation,
+        hot: HotChunks,
     ) -> None:
         self.layout = layout
-        self.chunks = chunks
+        self.chunks, self._hot = chunks, hot
         self.form = fingerprint.entry_format
         self.n_layers = fingerprint.n_layers
         self._devices = [rotation.of(layer)[0].device for layer in range(self.n_layers)]
@@ -101,6 +103,12 @@ class Context:
             kinds=rotation.kinds,
         )
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
+        self._held: dict[int, Tensor] = {}  # (L, t, E) of the t tokens of each hot chunk
+        for index, chunk in enumerate(chunks):
+            if isinstance(chunk, HotChunk):
+                blocks = layout.block_range[index]
+                self._loaded[:, blocks.start : blocks.stop] = True
+                self._held[index] = self._hot_entries(index, chunk)
         # of each chunk that threads read: a future for each `LAYERS_TOGETHER` layers
         self._coming: list[list[Future[None]]] = []
         self._work: list[Future[None]] = []
@@ -112,6 +120,13 @@ class Context:
     def __exit__(self, *_: object) -> None:
         self._is_left = True
         wait([each for each in self._work if not each.cancel()])
+
+    def _hot_entries(self, index: int, chunk: HotChunk) -> Tensor:
+        tokens = self.layout.token_range[index]
+        offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
+        if bool((offsets.diff() == 1).all()):  # one run, which needs no copy
+            return chunk.entries[:, int(offsets[0]) : int(offsets[-1]) + 1]
+        return chunk.entries.index_select(1, offsets.to(chunk.entries.device))
 
     def load(self, blocks: Tensor) -> None:
         """Read those of ``blocks`` (L, Nb) bool that were not read before. Raises ChunkLost.
@@ -132,6 +147,8 @@ class Context:
             ]
         whole: dict[StoredChunk, list[int]] = {}
         for index, chunk in enumerate(self.chunks):
+            if index in self._held:
+                continue
             tokens, of_chunk = layout.token_range[index], layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
             if 2 * int(wanted.sum()) > wanted.numel():  # one long read beats many short ones
@@ -159,7 +176,10 @@ class Context:
         self._codes, self._key_range = [None] * self.n_layers, {}
         for chunk, places in whole.items():
             if all(device.type == "cpu" for device in self._devices):
-                self._read_whole(chunk, places, 0, self._read)
+                kept = self._hot.room_for(chunk)
+                self._read_whole(chunk, places, 0, self._read, kept)
+                if kept is not None:
+                    self._hot.keep(chunk, kept)
                 continue
             parts: list[Future[None]] = [Future() for _ in range(0, self.n_layers, LAYERS_TOGETHER)]
             self._coming.append(parts)
@@ -173,12 +193,16 @@ class Context:
     ) -> None:  # fmt: skip
         """Read some layers after the others; the future of each part is set when it is done."""
         try:
+            kept = self._hot.room_for(chunk)
             for at, part in enumerate(parts):
                 if self._is_left:
                     return
                 first = at * LAYERS_TOGETHER
-                self._read_whole(chunk, places, first, read[first : first + LAYERS_TOGETHER])
+                some = read[first : first + LAYERS_TOGETHER]
+                self._read_whole(chunk, places, first, some, kept)
                 part.set_result(None)
+            if kept is not None:
+                self._hot.keep(chunk, kept)
         except BaseException as error:
             for part in parts:
                 if not part.done():
@@ -186,15 +210,16 @@ class Context:
 
     @torch.inference_mode()
     def _read_whole(
-        self, chunk: StoredChunk, places: Sequence[int], first: int, sides: Sequence[Tensor]
-    ) -> None:
+        self, chunk: StoredChunk, places: Sequence[int], first: int, sides: Sequence[Tensor],
+        kept: Tensor | None,
+    ) -> None:  # fmt: skip
         """Read layers of a chunk into each of its places in the prompt.
 
-        sides: (Tctx, E) of each layer from ``first`` on.
+        sides: (Tctx, E) of each layer from ``first`` on. kept: see `HotChunks.room_for`.
         """
         layout = self.layout
-        into: list[Tensor] | None = None
-        for index in places:
+        into = None if kept is None else [*kept[first : first + len(sides)]]
+        for index in places if into is None else ():
             tokens = layout.token_range[index]
             if len(tokens) == chunk.n_tokens:
                 into = [side[tokens.start : tokens.stop] for side in sides]
@@ -230,16 +255,32 @@ class Context:
         codes, device = self._codes[layer], self._devices[layer]
         if codes is None:
             if self._read:
-                codes = self._read[layer].to(device, non_blocking=self._is_pinned)
-            else:  # nothing is loaded: all tokens are computed
+                codes = self._read[layer]
+            else:  # nothing is loaded: all tokens are hot or computed
                 shape = (self.layout.n_context, self.form.n_bytes)
                 codes = torch.empty(shape, dtype=torch.uint8, device=device)
+            held = {index: entries[layer] for index, entries in self._held.items()}
+            codes = self._moved(codes, held, self.layout.token_range, 0, device)
             self._codes[layer] = codes
         if device not in self._key_range:
             self._wait_for(0)
-            moved = self._read_range.to(device, non_blocking=self._is_pinned)
+            held = {index: self.chunks[index].key_range() for index in self._held}
+            moved = self._moved(self._read_range, held, self._groups, 1, device)
             self._key_range[device] = moved
         return codes, self._key_range[device][layer]
+
+    def _moved(
+        self, read: Tensor, held: Mapping[int, Tensor], places: Sequence[range], dim: int,
+        device: torch.device,
+    ) -> Tensor:  # fmt: skip
+        """What was read, on a device, with what hot chunks hold in their places of ``dim``."""
+        if not held:
+            return read.to(device, non_blocking=self._is_pinned)
+        parts = [
+            held[index] if index in held else read.narrow(dim, place.start, len(place))
+            for index, place in enumerate(places)
+        ]
+        return torch.cat([part.to(device, non_blocking=self._is_pinned) for part in parts], dim)
 
     def entries(self, layer: int, tokens: Tensor) -> Entries:
         """The entries of context tokens (n,), in order and on the layer's device.

@@ -1,7 +1,7 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the fields of both frameworks' LLMs (`samkv_integrations.llm.fields`), the flags of
-an engine's options (`samkv_integrations.cli.arguments`) and the tables of the API reference. The
+From here come the flags of an engine's options (`samkv_integrations.cli.arguments`), the tables of
+the API reference, and the descriptions of the LLMs' fields (`samkv_integrations.llm.fields`). The
 code that uses an option reads it from `Engine`'s arguments or from `AnswerSettings`, which repeat
 its name and default. The options of sampling are declared where they are used, in
 `samkv_integrations.model.sampling`.
@@ -11,8 +11,9 @@ of the engine stand in quotes.
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
@@ -44,18 +45,18 @@ def check_options(options: type, given: Mapping[str, Any]) -> None:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def check_method(method: object) -> None:
-    """Raises UnknownOption, which lists the names, for what is no method."""
-    from samkv_integrations.methods import get_method
-
-    get_method(method)  # type: ignore[arg-type]  # which is the question
-
-
-def check_eviction(eviction: object) -> None:
-    """Raises UnknownOption, which lists the names, for what is no eviction."""
+def check_value(name: str, value: Any) -> object:  # noqa: ANN401
+    """The check of the code that uses the option ``name``."""
+    from samkv_integrations.cache.formats.quantise import check_store_bits
     from samkv_integrations.eviction import get_eviction
+    from samkv_integrations.methods import get_method
+    from samkv_integrations.model.sampling import check_json_schema
 
-    get_eviction(eviction)  # type: ignore[arg-type]  # which is the question
+    checks: Mapping[str, Callable[[Any], object]] = {
+        "method": get_method, "eviction": get_eviction, "store_bits": check_store_bits,
+        "json_schema": check_json_schema,
+    }  # fmt: skip
+    return checks[name](value)
 
 
 def check_prefix(prefix: object) -> None:
@@ -70,13 +71,6 @@ def check_prefix(prefix: object) -> None:
         )
     if prefix not in get_args(PrefixPolicy):
         raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
-
-
-def check_store_bits(bits: int) -> None:
-    """Raises InvalidOption if caches cannot have so many bits."""
-    from samkv_integrations.cache.formats import quantise
-
-    quantise.check_store_bits(bits)
 
 
 def check_on_miss(on_miss: str) -> None:
@@ -105,12 +99,12 @@ def check_stop(stop: object) -> None:
             raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
 
 
-def check_json_schema(schema: Mapping[str, Any]) -> None:
-    """Raises InvalidOption for a JSON schema that an answer cannot be held to."""
-    from samkv_integrations.model import sampling
+def is_size(n_bytes: object) -> bool:
+    """Whether it is a number of bytes, or 0 for none."""
+    return type(n_bytes) is int and n_bytes >= 0
 
-    sampling.check_json_schema(schema)
 
+SIZE = "a whole number of bytes, 0 for none"
 
 # -- options -----------------------------------------------------------------------------------
 
@@ -158,8 +152,12 @@ class StoreOptions(TypedDict, total=False):
     process from now on; the least recently used are evicted."""
 
 
-METHOD = Option(default=None, unset="as tuned, else 'auto'", check=check_method, flag=False)
-EVICTION = Option(default=None, unset="the method's own", check=check_eviction, flag=False)
+METHOD = Option(
+    default=None, unset="as tuned, else 'auto'", flag=False, check=partial(check_value, "method")
+)  # fmt: skip
+EVICTION = Option(
+    default=None, unset="the method's own", flag=False, check=partial(check_value, "eviction")
+)  # fmt: skip
 
 
 class CacheOptions(TypedDict, total=False):
@@ -167,13 +165,12 @@ class CacheOptions(TypedDict, total=False):
 
     store_bits: Annotated[
         int | None,
-        Option(default=None, unset="as tuned, else 4", check=check_store_bits, flag=False),
-    ]
+        Option(
+            default=None, unset="as tuned, else 4", flag=False,
+            check=partial(check_value, "store_bits"),
+        ),
+    ]  # fmt: skip
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
-
-
-class SourceOptions(ModelOptions, StoreOptions, CacheOptions, total=False):
-    """What chunk caches are made with."""
 
 
 class OwnEngineOptions(TypedDict, total=False):
@@ -203,13 +200,26 @@ class OwnEngineOptions(TypedDict, total=False):
     ]  # fmt: skip
     """Text in place of the documents, such as the system prompt that begins every request: the
     first chunk after it is exact."""
-    prefix_bytes: Annotated[int, Option(default=2**28, in_llms=False, flag=False)]
+    prefix_bytes: Annotated[
+        int,
+        Option(default=2**28, allows=is_size, bounds=SIZE, in_llms=False, flag=False),
+    ]
     """Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, documents
     that were computed in full), which later prompts reuse; 0 for none."""
     exact_beginnings: Annotated[bool, Option(default=True)]
     """Whether a chunk that has stood first in a prompt gets a second cache, computed in idle time
     behind the same head (chat template, system prompt): none of its tokens is recomputed when it
     stands first again. For stores on disk."""
+    hot_bytes: Annotated[
+        int | None,
+        Option(
+            default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free",
+            allows=is_size, bounds=SIZE,
+        ),
+    ]  # fmt: skip
+    """Memory for chunk caches that were read and verified lately, in their few bits: the next
+    question reads no file for them. On a GPU its memory, and as much pinned memory of the host
+    behind it. For stores on disk."""
 
 
 class EngineOptions(OwnEngineOptions, CacheOptions, total=False):
@@ -238,8 +248,11 @@ class OwnAnswerOptions(TypedDict, total=False):
     """Token ids that end the answer, beside the model's own."""
     json_schema: Annotated[
         Mapping[str, Any] | None,
-        Option(default=None, unset="any text", check=check_json_schema, in_llms=False, flag=False),
-    ]
+        Option(
+            default=None, unset="any text", in_llms=False, flag=False,
+            check=partial(check_value, "json_schema"),
+        ),
+    ]  # fmt: skip
     """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with
     finish_reason 'length'. Needs the extra 'structured'."""
     timeout: Annotated[

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
-
 LEAST = 8
 """Fewer tokens are neither held nor reused: computing them is faster than finding them."""
 
@@ -71,14 +69,10 @@ class PrefixCache:
     A prompt takes the longest prefix that it shares with any of them, which may be a part of one. A
     prefix that another one extends is dropped.
 
-    max_bytes: of all together; 0 for none. Raises InvalidOption for anything but a whole number.
+    max_bytes: of all together; 0 for none.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if type(max_bytes) is not int or max_bytes < 0:
-            raise InvalidOption(
-                f"prefix_bytes={max_bytes!r}; it must be a whole number of bytes, 0 for none"
-            )
         self._max_bytes = max_bytes
         self._held: list[Prefix] = []  # the most recently used one last
         self._n_cleared = 0

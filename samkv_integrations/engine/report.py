@@ -24,12 +24,11 @@ class Report:
     """Figures of one answer.
 
     method, eviction: names; None without eviction. ran: what was done: the method's own name,
-        ``recompute`` if the whole prompt was computed, ``prefix`` if all of it was computed except
-        a prefix that an earlier prompt left in memory.
+        ``recompute`` if the whole prompt was computed, ``prefix`` if all but ``prefix_tokens``.
     prompt_tokens: of the whole prompt. context_tokens: those in runs of at least 16 that are a
         chunk's; all others are computed as text.
-    prefix_tokens: first tokens that were taken from memory, where an earlier prompt with the same
-        prefix left them: up to the first chunk, and with ``prefix`` in chunks too.
+    prefix_tokens: first tokens that an earlier prompt left in memory: up to the first chunk, and
+        with ``prefix`` in chunks too.
     kept_ratio: share of the context tokens that the answer attends to after its first token,
         mean over layers and key-value heads; if an eviction drops nothing, those of one step.
     recompute_ratio: share of the context tokens that were computed, mean over layers. Chunks that
@@ -37,16 +36,14 @@ class Report:
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
     exact_tokens: context tokens that were not computed and equal full prefill's: those of chunks in
         ``prefix_tokens``, and of caches computed behind all that precedes them.
-    found: chunks recognised in the prompt, with or without a cache. Each is reused, taken from
-        memory, computed now, or (all others) computed with the rest of the prompt, as full prefill
-        does. A chunk that occurs twice counts twice.
+    found: chunks recognised in the prompt, with or without a cache; one that occurs twice counts
+        twice. Those that none of the next three counts were computed with the rest of the prompt.
     reused: chunks that were answered, at least in part, from a cache that the store held before.
     prefix_chunks: other chunks of which ``prefix_tokens`` hold a part or all.
     computed_now: chunks that were computed as chunks for this prompt, and stored for later ones,
-        either while it waited or by an announcement that it is the first to use
-        (`Engine.announce`). If full prefill was faster then, the chunk was computed twice.
-    chunk_misses: reason -> chunks that had no usable cache when the prompt came. What an
-        announcement computed has one.
+        while it waited or by an announcement (`Engine.announce`). If full prefill was faster then,
+        the chunk was computed twice.
+    chunk_misses: reason -> chunks that had no usable cache when the prompt came.
     bytes_read: read from chunk caches, headers and scoring data included.
     kv_bytes: KV entries that the first token read, before any eviction; full_kv_bytes: those of
         full prefill; decode_kv_bytes: those held at the end of the answer.
@@ -138,10 +135,8 @@ class Total:
 
     A field that `Report` has too is a sum, except for the ratios.
 
-    answers: how many. ran: what was done -> answers. cached_tokens: `Report.cached_tokens`.
-    kept_ratio, recompute_ratio: over the context tokens of all answers; 1 and 0 without any.
-    decode_s: seconds of the tokens after the first. decode_tokens_per_s: those tokens per second; 0
-    without any.
+    ran: what was done -> answers. kept_ratio, recompute_ratio: over the context tokens of all
+    answers; 1 and 0 without any. decode_s, decode_tokens_per_s: of the tokens after the first.
 
     Seconds are sums: more than a clock showed if answers were computed at once, or waited for each
     other. A chunk counts in each prompt that contains it.
@@ -223,11 +218,9 @@ def collect_reports() -> Iterator[Reports]:
             response = query_engine.query("Who?")
         cost = reports.total  # .found, .reused, .ttft_s, ...
 
-    An answer reports when it ends or is closed. Read streamed answers inside the block: frameworks
-    may not call the model before.
-    All that the block calls through LangChain and LlamaIndex is covered: asynchronous tasks, and
-    their threads, which inherit the caller's context. A thread of your own does not: run it with
-    ``contextvars.copy_context().run``. Of nested blocks each gets the report.
+    An answer reports when it ends or is closed, to each of nested blocks. Read streamed answers
+    inside the block. What LangChain and LlamaIndex call in tasks and threads is covered; run a
+    thread of your own with ``contextvars.copy_context().run``.
     """
     reports = Reports()
     COLLECTORS.set((*COLLECTORS.get(), reports))

@@ -23,12 +23,13 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.engine.decode import Decoder, TextStream, decode
 from samkv_integrations.engine.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.request import Request
-from samkv_integrations.errors import InvalidOption, Overloaded
+from samkv_integrations.errors import InvalidOption, OutOfMemory, Overloaded
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 
@@ -393,7 +394,7 @@ class Scheduler:
         thread.mail.put(None)
 
     def finish_idle(self) -> None:
-        """Run now all work that waits for idle time."""
+        """Run the work that was postponed to idle time, and return when all of it is done."""
         thread = self._running_thread()
         self.run(lambda: thread.do_idle(lambda: None, most=len(thread.idle)))
 
@@ -635,6 +636,11 @@ class _Thread:
                 tokens.append([answer.token, *drafted])
             began = time.perf_counter()
             logits = decode(decoders, tokens)
+        except torch.OutOfMemoryError:  # a step that has begun cannot be repeated
+            HotChunks.clear_all()
+            for answer in batch:
+                answer.fail(OutOfMemory.on(answer.request.model.device))
+            return
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)

@@ -155,10 +155,7 @@ class Trace:
         finish_reason: str | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Send the answer, which ended at ``at``; from any thread.
-
-        stages: up to the first token. report: None if there was no first token.
-        """
+        """Send the answer; from any thread. stages, report: none without a first token."""
         telemetry = self._telemetry
         if telemetry is None:
             return

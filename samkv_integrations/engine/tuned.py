@@ -97,17 +97,14 @@ def choices_of(
 ) -> tuple[Method, int, TunedSetting | None]:
     """The method and the bits of an engine, and the tuned entry that named the method, if any.
 
-    Arguments come first, then the entry beside the caches, then the defaults.
-
-    Raises UnknownOption or InvalidOption if an argument or the file is wrong.
+    Arguments come first, then the entry beside the caches, then the defaults. Raises UnknownOption
+    or InvalidOption if one is wrong.
     """
     get_eviction(eviction)
-    entry = None
-    if method is None or store_bits is None:
-        entry = tuned_setting(model, store)
-    if store_bits is not None:
-        bits = store_bits
-    else:
+    entry, bits = None, store_bits
+    if (method is None or bits is None) and isinstance(store, ChunkStore):
+        entry = read_tuned(store.path).get(model.name)
+    if bits is None:
         bits = DEFAULT_STORE_BITS if entry is None else entry.store_bits
     if method is not None or entry is None:
         return get_method(DEFAULT_METHOD if method is None else method), bits, None
@@ -120,11 +117,6 @@ def choices_of(
         return get_method(DEFAULT_METHOD), bits, None
     _LOG.info("%s: %r answers with %s", TUNED_FILE, model.name, entry.line)
     return entry.to_method(), bits, entry
-
-
-def tuned_setting(model: Model, store: Store) -> TunedSetting | None:
-    """The entry of the model in the folder of the store, if any. Raises as `read_tuned` does."""
-    return read_tuned(store.path).get(model.name) if isinstance(store, ChunkStore) else None
 
 
 def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
@@ -181,8 +173,6 @@ def _entry(model: str, found: object) -> TunedSetting:
 
 def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
     """Write an entry, in place of the one that the model had; returns the file.
-
-    Entries of other models stay as they are.
 
     Raises InvalidOption if the file that is there is broken, or cannot be written.
     """

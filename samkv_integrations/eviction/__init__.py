@@ -8,11 +8,9 @@ from types import MappingProxyType
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction.base import DroppingEviction, Eviction, SparseEviction
-from samkv_integrations.eviction.infllm import InfLLM
-from samkv_integrations.eviction.quest import Quest
-from samkv_integrations.eviction.retrieval_attention import RetrievalAttention
 from samkv_integrations.eviction.sliding import H2O, SageKV, StreamingLLM
 from samkv_integrations.eviction.snapkv import PyramidKV, SnapKV
+from samkv_integrations.eviction.sparse import InfLLM, Quest, RetrievalAttention
 
 __all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]
 

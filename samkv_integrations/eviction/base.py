@@ -25,8 +25,7 @@ TILE = 2**23
 class Seen:
     """The attention of one layer over the entries that it holds, in order of position.
 
-    During decoding the order may be any, as long as the newest entry is the last one. Rules do not
-    see the entries' values.
+    During decoding the order may be any, with the newest entry last.
 
     query: (H, R, D) after RoPE, of entries that have just been computed.
     slots: (R,) CPU, their places among the held entries; an entry sees those up to its own place.
@@ -84,32 +83,22 @@ class Keeper(ABC):
 
 
 class Once(Keeper):
-    """Evicts once, after the prompt; the answer's entries come on top of the budget.
+    """Chooses once, after the prompt.
 
     choose: seen -> (budget, G) slots; called only with more than ``budget`` entries.
+    recent: then each new entry replaces the oldest of so many last ones; with 0, entries of the
+        answer come on top of the budget.
     """
 
-    def __init__(self, budget: int, choose: Callable[[Seen], Tensor]) -> None:
+    def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int = 0) -> None:
         super().__init__(budget)
-        self._choose = choose
+        self._choose, self._recent, self._n_evicted = choose, recent, 0
 
     def prompt(self, seen: Seen) -> Tensor | None:
         return self._choose(seen) if seen.n_entries > self.budget else None
 
     def step(self, seen: Seen) -> int | Tensor | None:
-        return None
-
-
-class Sliding(Once):
-    """Like `Once`, and then each new entry replaces the oldest of the ``recent`` last ones."""
-
-    def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int) -> None:
-        super().__init__(budget, choose)
-        self._recent = recent
-        self._n_evicted = 0
-
-    def step(self, seen: Seen) -> int | Tensor | None:
-        if seen.n_entries <= self.budget:
+        if not self._recent or seen.n_entries <= self.budget:
             return None
         # the recent entries are a ring buffer
         slot = self.budget - self._recent + self._n_evicted % self._recent
@@ -221,8 +210,7 @@ class Chooser:
 class SparseEviction(Eviction):
     """A rule that drops nothing: each step attends to a few context tokens, of all heads the same.
 
-    Tokens outside the context are always attended to: the question, the conversation, the answer so
-    far. The context stays in memory in its stored bits.
+    Tokens outside the context are always attended to. The context stays in its stored bits.
 
     budget_tokens, budget_ratio: context tokens that a step attends to.
     """

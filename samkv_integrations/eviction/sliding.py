@@ -19,8 +19,8 @@ from torch import Tensor
 from samkv_integrations.eviction.base import (
     DroppingEviction,
     Keeper,
+    Once,
     Seen,
-    Sliding,
     best_of_heads,
     with_ends,
 )
@@ -59,7 +59,7 @@ class StreamingLLM(DroppingEviction):
             none = seen.slots.new_empty(seen.keys.shape[1], 0).to(seen.keys.device)
             return with_ends(none, seen.n_entries, first=self.sinks, last=recent)
 
-        return Sliding(budget, choose, recent)
+        return Once(budget, choose, recent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,4 +169,4 @@ class SageKV(DroppingEviction):
             chosen = best_of_heads(given[..., end : n_entries - end], budget - 2 * end) + end
             return with_ends(chosen, n_entries, first=end, last=end)
 
-        return Sliding(budget, choose, end)
+        return Once(budget, choose, end)

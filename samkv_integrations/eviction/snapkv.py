@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,8 +24,6 @@ from samkv_integrations.eviction.base import (
     with_ends,
 )
 
-Pooling = Literal["max", "average"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(DroppingEviction):
@@ -35,8 +33,8 @@ class SnapKV(DroppingEviction):
     summed over the window, pooled over neighbouring entries and ranked for each head (arXiv
     2404.14469, listing 1).
 
-    window: last entries, whose attention counts and which always stay. kernel, pooling: of the
-    neighbourhood. Defaults are those of the paper's LongBench runs.
+    window: last entries, whose attention counts and which always stay. kernel: entries of a
+    neighbourhood. Defaults are those of the paper's LongBench runs, as is pooling by the maximum.
 
     Deviations: query heads that share a key-value head share its budget (`best_of_heads`); the
     paper's code repeats key-value heads for each query head. In the window only entries computed
@@ -46,7 +44,6 @@ class SnapKV(DroppingEviction):
 
     window: int = 32
     kernel: int = 7
-    pooling: Pooling = "max"
 
     name: ClassVar[str] = "snapkv"
     paper: ClassVar[str] = "arXiv 2404.14469"
@@ -60,11 +57,6 @@ class SnapKV(DroppingEviction):
             raise InvalidOption(
                 f"kernel={self.kernel} of {self.name!r}; it must be odd, so that an entry is in "
                 f"the middle of its neighbourhood: give {self.kernel - 1} or {self.kernel + 1}"
-            )
-        if self.pooling not in get_args(Pooling):
-            raise InvalidOption(
-                f"pooling={self.pooling!r} of {self.name!r}; "
-                f"allowed: {', '.join(get_args(Pooling))}"
             )
 
     @property
@@ -87,9 +79,7 @@ class SnapKV(DroppingEviction):
         before = seen.n_entries - self.window
         tiles = [weights[..., :before].sum(2) for weights in seen.weights(before)]
         given = torch.stack(tiles).sum(0)
-        if self.pooling == "max":
-            return F.max_pool1d(given, self.kernel, stride=1, padding=self.kernel // 2)
-        return F.avg_pool1d(given, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.max_pool1d(given, self.kernel, stride=1, padding=self.kernel // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +90,7 @@ class PyramidKV(SnapKV):
     keeps b / beta of them and the lowest 2 b - b / beta, so that the mean is b. If the prompt has
     fewer entries than that, the lowest layer keeps all, and the highest one gets the rest.
 
-    beta: the steepness (20 in the paper). window, kernel, pooling: see `SnapKV`.
+    beta: the steepness (20 in the paper). window, kernel: see `SnapKV`.
 
     Deviations: those of `SnapKV`. The authors' code rounds the step; here the budget of each layer
     is rounded down, so the mean never exceeds the budget. As there, a prompt shorter than 2 b gets

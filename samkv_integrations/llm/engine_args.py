@@ -11,10 +11,9 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.index.index import bytes_of
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.options import EngineOptions, check_options
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import EVICTIONS, Eviction
 from samkv_integrations.llm.fields import OWN_ENGINE_OPTIONS, Arguments, EngineFields
-from samkv_integrations.methods import DEFAULT_METHOD, METHODS
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
@@ -64,10 +63,13 @@ def engine_of(source: ModelSource) -> Engine:
             "give model_name (a hub id, a folder, a GGUF file, 'smollm2' or 'builtin'), model, or "
             "engine"
         )
+    given = {name: getattr(source, name) for name in (*OWN_ENGINE_OPTIONS, "block_size")}
+    options: Any = {name: value for name, value in given.items() if value is not None}
+    check_options(EngineOptions, options)
     namespace, folder = source.namespace or "", source.kv_dir
     store: MemoryStore | ChunkStore
     if folder is None:
-        _require_no("max_bytes", "kv_remote", "exact_beginnings", of=source)
+        _require_no("max_bytes", "kv_remote", "exact_beginnings", "hot_bytes", of=source)
         store = MemoryStore(namespace=namespace)
     elif not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
@@ -75,8 +77,6 @@ def engine_of(source: ModelSource) -> Engine:
         store = ChunkStore(
             folder, namespace=namespace, max_bytes=source.max_bytes, remote=source.kv_remote
         )
-    given = {name: getattr(source, name) for name in (*OWN_ENGINE_OPTIONS, "block_size")}
-    options: Any = {name: value for name, value in given.items() if value is not None}
     return Engine(_model_of(source), store, **options)
 
 
@@ -132,7 +132,7 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
 def _require_no(*names: str, of: ModelSource) -> None:
     """Raises InvalidOption if one of these is given, for chunk caches that are kept in memory."""
     for name in names:
-        if (value := getattr(of, name)) is not None and value is not False:
+        if value := getattr(of, name):
             raise InvalidOption(
                 f"{name}={value!r} is for chunk caches in a folder, and these are kept in memory; "
                 "give kv_dir as well"
@@ -156,18 +156,6 @@ def _model_of(source: ModelSource) -> Model:
         weights=source.weights, tokenizer=tokenizer, model_kwargs=source.model_kwargs,
         tokenizer_kwargs=source.tokenizer_kwargs,
     )  # fmt: skip
-
-
-def own_choices(engine: Engine) -> tuple[str | None, str | None]:
-    """The names of the engine's method and eviction.
-
-    None for the default, and for an object that is not registered under a name.
-    """
-    method, rule = engine.method, engine.eviction
-    has_name = method.name != DEFAULT_METHOD and METHODS.get(method.name) == method
-    if isinstance(rule, Eviction):
-        rule = rule.name if EVICTIONS.get(rule.name) == rule else None
-    return (method.name if has_name else None), rule
 
 
 class EngineRef:

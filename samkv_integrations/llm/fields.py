@@ -1,18 +1,17 @@
 """Options as fields of pydantic models, which the LLMs of both frameworks are.
 
-The fields are made of the declarations in `samkv_integrations.engine.options` and
-`samkv_integrations.model.sampling`. Type checkers cannot follow that, so the same names stand in
-classes for them alone; tests compare both.
+The descriptions are those of the declarations in `samkv_integrations.engine.options` and
+`samkv_integrations.model.sampling`; a test compares names and defaults.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -21,7 +20,6 @@ from pydantic import (
     ModelWrapValidatorHandler,
     SkipValidation,
     ValidationError,
-    create_model,
     model_validator,
 )
 
@@ -36,45 +34,7 @@ from samkv_integrations.model.sampling import DECLARED
 from samkv_integrations.option import Declared, declared
 from samkv_integrations.prompt.resolve import OnMiss
 
-_KINDS: Mapping[str, Any] = MappingProxyType(
-    {
-        "method": SkipValidation[str | None],  # type: ignore[misc]
-        "eviction": SkipValidation[str | None],  # type: ignore[misc]
-        "on_miss": SkipValidation[OnMiss],  # type: ignore[misc]
-        "model_name": str,
-        "dtype": str,
-    }
-)
-"""Types of options that are names in an LLM, and may be objects elsewhere. Those of methods and the
-like are not validated by pydantic: the checks of the options list the allowed names."""
-
-
-def with_fields(name: str, options: Declared) -> type[BaseModel]:
-    """Create a pydantic model called ``name`` with a field for each option that LLMs have.
-
-    Names of methods and the like are left to their checks, whose errors list what is allowed.
-    """
-    fields: dict[str, Any] = {}
-    for called, (kind, option) in options.items():
-        if not option.in_llms:
-            continue
-        kind = _KINDS.get(called, kind)
-        kind = kind | None if option.default is None else kind
-        is_dict = isinstance(option.default, dict)
-        default: Any = {"default_factory": dict} if is_dict else {"default": option.default}
-        field = Field(**default, repr=not is_dict, description=option.sentence)
-        fields[called] = (kind, field)
-    config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
-    made: type[BaseModel] = create_model(name, __config__=config, __module__=__name__, **fields)
-    return made
-
-
-def with_none(options: Declared, meaning: str) -> Declared:
-    """The options with the default None. meaning: what None stands for."""
-    return {
-        name: (kind, replace(option, default=None, unset=meaning))
-        for name, (kind, option) in options.items()
-    }
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Arguments(BaseModel):
@@ -142,54 +102,71 @@ def unknown_option(
 _OF_ANSWERS = declared(OwnAnswerOptions)
 _OF_ENGINES = {n: each for n, each in declared(EngineOptions).items() if n not in _OF_ANSWERS}
 
-if TYPE_CHECKING:
 
-    class EngineFields(BaseModel):
-        """The model, the store and the engine that an LLM is made of."""
+def described(options: Declared, unset: str = "") -> Callable[[type[_Model]], type[_Model]]:
+    """Gives the fields of a pydantic class the descriptions of the options of these names.
 
-        model_name: str = ""
-        tokenizer_name: str | None = None
-        device_map: str | None = "auto"
-        dtype: str = "auto"
-        weights: Literal["auto", "packed", "unpacked", "int8"] = "auto"
-        model_kwargs: dict[str, Any] = {}
-        tokenizer_kwargs: dict[str, Any] = {}
-        kv_dir: str | Path | None = None
-        kv_remote: str | None = None
-        namespace: str | None = None
-        max_bytes: int | str | None = None
-        store_bits: int | None = None
-        exact_beginnings: bool | None = None
+    unset: what None stands for, where an option has no None of its own.
+    """
 
-    class AnswerFields(BaseModel):
-        """Options of every answer of an LLM."""
+    def describe(fields: type[_Model]) -> type[_Model]:
+        for name, field in fields.model_fields.items():
+            if name in options:
+                option = options[name][1]
+                field.description = replace(option, unset=option.unset or unset).sentence
+        return fields
 
-        method: str | None = None
-        eviction: str | None = None
-        timeout: float | None = None
-        on_miss: OnMiss = "compute"
-        draft: int = 7
+    return describe
 
-    class SamplingFields(BaseModel):
-        """Options of sampling; None for their defaults."""
 
-        seed: int | None = None
-        repetition_penalty: float | None = None
-        temperature: float | None = None
-        top_k: int | None = None
-        top_p: float | None = None
-        min_p: float | None = None
+# Pydantic does not validate methods and the like: the checks of the options list what is allowed.
 
-else:
-    EngineFields = with_fields(
-        "EngineFields",
-        {**declared(ModelOptions), **declared(StoreOptions)}
-        | with_none(_OF_ENGINES, "the engine's"),
-    )
-    AnswerFields = with_fields("AnswerFields", _OF_ANSWERS)
-    SamplingFields = with_fields(
-        "SamplingFields", with_none({n: DECLARED[n] for n in DECLARED if n != "max_new_tokens"}, "")
-    )
+
+@described({**declared(ModelOptions), **declared(StoreOptions)})
+@described(_OF_ENGINES, unset="the engine's")
+class EngineFields(BaseModel):
+    """The model, the store and the engine that an LLM is made of."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+
+    model_name: str = ""
+    tokenizer_name: str | None = None
+    device_map: str | None = "auto"
+    dtype: str = "auto"
+    weights: Literal["auto", "packed", "unpacked", "int8"] = "auto"
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    kv_dir: str | Path | None = None
+    kv_remote: str | None = None
+    namespace: str | None = None
+    max_bytes: int | str | None = None
+    store_bits: int | None = None
+    exact_beginnings: bool | None = None
+    hot_bytes: int | None = None
+
+
+@described(_OF_ANSWERS)
+class AnswerFields(BaseModel):
+    """Options of every answer of an LLM."""
+
+    method: SkipValidation[str | None] = None
+    eviction: SkipValidation[str | None] = None
+    timeout: float | None = None
+    on_miss: SkipValidation[OnMiss] = "compute"
+    draft: int = 7
+
+
+@described(DECLARED)
+class SamplingFields(BaseModel):
+    """Options of sampling; None for their defaults."""
+
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
 
 OWN_ENGINE_OPTIONS = tuple(name for name, (_, each) in _OF_ENGINES.items() if each.in_llms)
 """Options of engines that are no options of an answer, and fields of LLMs."""

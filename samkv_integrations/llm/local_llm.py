@@ -19,7 +19,6 @@ from samkv_integrations.llm.engine_args import (
     ModelSource,
     engine_of,
     facts_of,
-    own_choices,
 )
 from samkv_integrations.llm.fields import (
     OWN_ANSWER_OPTIONS,
@@ -209,8 +208,6 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         self.device_map = self.device_map or "cpu"
         if source.engine is not None or source.model is not None:
             self.dtype = self.engine.model.dtype_name  # "auto" might load it in another dtype
-        method, eviction = own_choices(self.engine)
-        self.method, self.eviction = self.method or method, self.eviction or eviction
 
     # -- copies and pickles ---------------------------------------------------------------------
 

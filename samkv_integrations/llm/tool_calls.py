@@ -21,7 +21,7 @@ from samkv_integrations.model.quoting import Chat
 from samkv_integrations.prompt.reader import Prompt
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_TAGGED = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", re.DOTALL)
+_TAGGED = re.compile(rf"{_OPEN}(\s*[{{\[].*?)(?:{_CLOSE}|$)", re.DOTALL)
 _FENCE = "```json"
 _FENCED = re.compile(f"{_FENCE}(.*?)(?:```)?", re.DOTALL)
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -52,11 +52,23 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The parts of an answer. broken: what resembles a call and is none, as the model wrote it."""
+    """The parts of an answer.
 
-    text: str
+    full_text: without the calls. broken: parts of it that resemble a call and are none, such as of
+    a tool that the request does not have.
+    """
+
+    full_text: str
     calls: tuple[ToolCall, ...] = ()
     broken: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text without what is broken."""
+        text = self.full_text
+        for part in self.broken:
+            text = text.replace(part, "", 1).rstrip()
+        return text
 
 
 def form_of(model: Model) -> ToolForm:
@@ -156,17 +168,22 @@ class ToolUse:
     def read(self, text: str) -> ToolAnswer:
         """The parts of a complete answer."""
         if self.form.tagged and not self.forced:
-            parts = [(match[0], self._call(_json(match[1]))) for match in _TAGGED.finditer(text)]
-            if parts:
-                return ToolAnswer(
-                    _TAGGED.sub("", text).rstrip(),
-                    tuple(call for _, call in parts if call),
-                    tuple(whole for whole, call in parts if not call),
-                )
+            calls, broken = list[ToolCall](), list[str]()
+
+            def without_call(match: re.Match[str]) -> str:
+                if (call := self._call(_json(match[1]))) is None:
+                    broken.append(match[0])
+                    return match[0]
+                calls.append(call)
+                return ""
+
+            full_text = _TAGGED.sub(without_call, text)
+            if calls or broken:
+                return ToolAnswer(full_text.rstrip(), tuple(calls), tuple(broken))
         return self._untagged(text)
 
     def _untagged(self, text: str) -> ToolAnswer:
-        """The parts of an answer without tags, in which a call must name one of the tools."""
+        """The parts of an answer without tags."""
         body = text.strip()
         if fenced := _FENCED.fullmatch(body):
             body = fenced[1].strip()
@@ -176,13 +193,12 @@ class ToolUse:
                 value, end = json.JSONDecoder().raw_decode(rest)
                 values += value if isinstance(value, list) else [value]
                 rest = rest[end:].lstrip()
-        names = [tool["function"]["name"] for tool in self.tools]
-        calls = [call for value in values if (call := self._call(value)) and call.name in names]
+        calls = [call for value in values if (call := self._call(value))]
         if calls and len(calls) == len(values):
             return ToolAnswer(rest, tuple(calls))
         keys = ('"name"', f'"{self.form.arguments}"')
         resembles = body.startswith(("{", "[")) and all(key in body for key in keys)
-        return ToolAnswer("", broken=(text,)) if resembles or self.forced else ToolAnswer(text)
+        return ToolAnswer(text, broken=(text,) if resembles or self.forced else ())
 
     def shown(self, text: str) -> str:
         """The part of an incomplete answer that can be shown: it cannot belong to a tool call."""
@@ -196,15 +212,16 @@ class ToolUse:
         return before[: len(before) - held].rstrip()
 
     def _call(self, value: object) -> ToolCall | None:
-        """The call that a JSON value describes; None if it describes none."""
+        """The call that a JSON value describes; None if it describes none of these tools."""
         if not isinstance(value, Mapping):
             return None
         name, arguments = value.get("name"), value.get(self.form.arguments, {})
         arguments = _json(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        names = [tool["function"]["name"] for tool in self.tools]
+        if name not in names or not isinstance(arguments, dict):
             return None
         letters = (secrets.choice(_ID_LETTERS) for _ in range(9))
-        return ToolCall(name, arguments, "".join(letters))
+        return ToolCall(str(name), arguments, "".join(letters))
 
 
 def _json(text: str) -> object:
@@ -233,6 +250,11 @@ def with_tools(
     return Chat(prompt, use.tools), use
 
 
+def parts_of(text: str, use: ToolUse | None) -> ToolAnswer:
+    """The parts of a complete answer; without tools it is text."""
+    return ToolAnswer(text) if use is None else use.read(text)
+
+
 class ShownText:
     """Streams the text of an answer, and holds back what may be a call of a tool.
 
@@ -244,7 +266,7 @@ class ShownText:
         self._text = self.text = ""
 
     def push(self, delta: str) -> str:
-        """The text to show after ``delta``."""
+        """Take the next piece of the answer; returns the text that can be shown now."""
         self._text += delta
         text = self._text if self._use is None else self._use.shown(self._text)
         piece = text[len(self.text) :]
@@ -253,7 +275,7 @@ class ShownText:
 
     def rest(self) -> tuple[str, ToolAnswer]:
         """The text that was held back, and the parts of the complete answer."""
-        found = ToolAnswer(self._text) if self._use is None else self._use.read(self._text)
+        found = parts_of(self._text, self._use)
         return found.text[len(self.text) :], found
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from samkv_integrations.errors import UnknownOption
-from samkv_integrations.methods.a3 import a3
-from samkv_integrations.methods.ape import ape
+from samkv_integrations.methods.a3 import A3
+from samkv_integrations.methods.ape import APE
 from samkv_integrations.methods.base import Method
-from samkv_integrations.methods.baselines import recompute, reuse, reuse_local
-from samkv_integrations.methods.cacheblend import cacheblend
-from samkv_integrations.methods.epic import auto, epic
-from samkv_integrations.methods.guided import samkv_guided
-from samkv_integrations.methods.multi_infllm import multi_infllm
-from samkv_integrations.methods.samkv import samkv_fusion, samkv_overwrite
+from samkv_integrations.methods.baselines import RECOMPUTE, REUSE, REUSE_LOCAL
+from samkv_integrations.methods.cacheblend import CACHEBLEND
+from samkv_integrations.methods.epic import AUTO, EPIC
+from samkv_integrations.methods.guided import SAMKV_GUIDED
+from samkv_integrations.methods.multi_infllm import MULTI_INFLLM
+from samkv_integrations.methods.samkv import SAMKV_FUSION, SAMKV_OVERWRITE
 
 __all__ = ["METHODS", "Method", "get_method"]
 
@@ -22,18 +22,18 @@ METHODS: Mapping[str, Method] = MappingProxyType(
     {
         method.name: method
         for method in (
-            recompute(),
-            reuse(),
-            reuse_local(),
-            multi_infllm(),
-            cacheblend(),
-            epic(),
-            a3(),
-            ape(),
-            samkv_overwrite(),
-            samkv_fusion(),
-            samkv_guided(),
-            auto(),
+            RECOMPUTE,
+            REUSE,
+            REUSE_LOCAL,
+            MULTI_INFLLM,
+            CACHEBLEND,
+            EPIC,
+            A3,
+            APE,
+            SAMKV_OVERWRITE,
+            SAMKV_FUSION,
+            SAMKV_GUIDED,
+            AUTO,
         )
     }
 )

@@ -38,11 +38,9 @@ class A3Recompute(RecomputeFrom):
         return top_tokens(attention, checked.tokens, self.ratio, layout)
 
 
-def a3() -> Method:
-    """A3 with 15 % recomputed."""
-    return Method(
-        name="a3",
-        paper="A3 (Attention-Aware Accurate KV Cache Fusion)",
-        summary="everything kept; the 15 % that the question attends to at layer 1 recomputed",
-        recompute=A3Recompute(),
-    )
+A3 = Method(
+    name="a3",
+    paper="A3 (Attention-Aware Accurate KV Cache Fusion)",
+    summary="everything kept; the 15 % that the question attends to at layer 1 recomputed",
+    recompute=A3Recompute(),
+)

@@ -33,9 +33,9 @@ class ApeAttention:
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
-            raise InvalidOption(f"temperature={self.temperature}; it must be above 0 and finite")
+            raise InvalidOption(f"temperature={self.temperature}; it must be finite and above 0")
         if not 0 <= self.scale < math.inf:
-            raise InvalidOption(f"scale={self.scale}; it must be 0 or more and finite")
+            raise InvalidOption(f"scale={self.scale}; it must be finite, and 0 or more")
 
     def __call__(
         self,
@@ -60,17 +60,16 @@ class ApeAttention:
         return output.flatten(0, 1)[None].to(query.dtype)
 
 
-def ape() -> Method:
-    """APE with the defaults of its code.
+APE = Method(
+    name="ape",
+    paper="arXiv 2502.05431",
+    summary="chunks side by side, attention to them with temperature and scale",
+    positions="local",
+    attend=ApeAttention(),
+)
+"""APE with the defaults of its code.
 
-    Its shared prefix is the engine's ``prefix_text``: chunks are computed behind it, and a prompt
-    that begins with it attends to it once. Keys stay where they were computed, so all chunks share
-    positions. Deviation: the question keeps its position behind all chunks.
-    """
-    return Method(
-        name="ape",
-        paper="arXiv 2502.05431",
-        summary="chunks side by side, attention to them with temperature and scale",
-        positions="local",
-        attend=ApeAttention(),
-    )
+Its shared prefix is the engine's ``prefix_text``: chunks are computed behind it, and a prompt
+that begins with it attends to it once. Keys stay where they were computed, so all chunks share
+positions. Deviation: the question keeps its position behind all chunks.
+"""

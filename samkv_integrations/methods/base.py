@@ -12,7 +12,7 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 class SelectionInputs:
     """What was computed at ingest, for all chunks of a request; only what a part `needs`.
 
-    Blocks and tokens are numbered as in the layout. A key or query is un-rotated.
+    Keys and queries are un-rotated.
 
     block_means: (L, Nb, G, D) float32, mean key of each middle block; 0 for anchor blocks.
     local_query: (L, C, H, D) float32, mean query of each chunk's local tokens.
@@ -76,7 +76,8 @@ class SelectionInputs:
 class ProbedLayer:
     """One layer of a probe.
 
-    queries: (H, R, D), rotated, of the computed tokens in order. cos, sin: (R, D), their rotation.
+    queries: (H, R, D), after RoPE, of the R tokens that the probe computed. cos, sin: (R, D), RoPE
+    at the positions of these tokens.
     """
 
     queries: Tensor
@@ -169,10 +170,7 @@ class Recompute(ABC):
         return 0
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        """An upper bound of the recomputed share of the context, mean over layers.
-
-        Only `auto` uses it, to compare a method with full prefill; at 1.0 full prefill wins.
-        """
+        """An upper bound of the recomputed share of the context, for ``whole_if_faster``."""
         return 1.0
 
     @abstractmethod
@@ -244,9 +242,7 @@ def overwrite(cached: Tensor, computed: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of answering from chunk caches.
-
-    An entry of `METHODS`, or a variant of one made with ``dataclasses.replace``.
+    """A method of answering from chunk caches; ``dataclasses.replace`` makes variants.
 
     positions: ``global`` (cached keys are rotated to their positions in the prompt) or ``local``
         (they stay where the chunk was computed, the papers' Reuse baseline).
@@ -325,7 +321,10 @@ def option_names(method: Method) -> tuple[str, ...]:
     )
 
 
-_NAMES = {float: "a number", int: "a whole number", bool: "True or False", type(None): "None"}
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((int, float), "a number"), int: ((int,), "a whole number"),
+    bool: ((bool,), "True or False"), type(None): ((type(None),), "None"),
+}  # fmt: skip
 
 
 def with_option(method: Method, setting: str) -> Method:
@@ -346,20 +345,8 @@ def with_option(method: Method, setting: str) -> Method:
     except (ValueError, SyntaxError):
         value = text  # a word
     hint = get_type_hints(type(part))[field]
-    if not _fits(value, hint):
-        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {_words(hint)}")
+    kinds = [_KINDS[kind] for kind in get_args(hint) or (hint,)]  # of a union, or of one type
+    if not any(type(value) in types for types, _ in kinds):
+        allowed = " or ".join(words for _, words in kinds)
+        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {allowed}")
     return replace(method, **{part_name: replace(part, **{field: value})})
-
-
-def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_args(hint):  # a union
-        return any(_fits(value, kind) for kind in get_args(hint))
-    return type(value) in ((int, float) if hint is float else (hint,))
-
-
-def _words(hint: Any) -> str:  # noqa: ANN401
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(str, get_args(hint)))}"
-    return " or ".join(map(_words, get_args(hint))) if get_args(hint) else _NAMES[hint]

@@ -29,30 +29,20 @@ class RecomputeInexact(Recompute):
         return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
 
 
-def recompute() -> Method:
-    """Full prefill: the whole prompt is computed, and no cache is used."""
-    return Method(
-        name="recompute",
-        paper="-",
-        summary="full prefill: every chunk computed again from its text",
-        recompute=RecomputeAll(),
-    )
-
-
-def reuse() -> Method:
-    """Every cached token at its position in the prompt; nothing recomputed."""
-    return Method(
-        name="reuse",
-        paper="-",
-        summary="whole caches at their true positions, nothing recomputed",
-    )
-
-
-def reuse_local() -> Method:
-    """Every cached token at the position where it was computed (the papers' Reuse)."""
-    return Method(
-        name="reuse-local",
-        paper="Reuse in arXiv 2508.11661",
-        summary="whole caches at the positions of their prefill, nothing recomputed",
-        positions="local",
-    )
+RECOMPUTE = Method(
+    name="recompute",
+    paper="-",
+    summary="full prefill: every chunk computed again from its text",
+    recompute=RecomputeAll(),
+)
+REUSE = Method(
+    name="reuse",
+    paper="-",
+    summary="whole caches at their true positions, nothing recomputed",
+)
+REUSE_LOCAL = Method(
+    name="reuse-local",
+    paper="Reuse in arXiv 2508.11661",
+    summary="whole caches at the positions of their prefill, nothing recomputed",
+    positions="local",
+)

@@ -36,11 +36,9 @@ class CacheblendRecompute(RecomputeFrom):
         return top_tokens(deviation, checked.tokens, self.ratio, layout)
 
 
-def cacheblend() -> Method:
-    """CacheBlend with 15 % recomputed."""
-    return Method(
-        name="cacheblend",
-        paper="arXiv 2405.16444",
-        summary="everything kept; the 15 % whose values deviate most at layer 1 recomputed",
-        recompute=CacheblendRecompute(),
-    )
+CACHEBLEND = Method(
+    name="cacheblend",
+    paper="arXiv 2405.16444",
+    summary="everything kept; the 15 % whose values deviate most at layer 1 recomputed",
+    recompute=CacheblendRecompute(),
+)

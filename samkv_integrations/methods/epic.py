@@ -15,9 +15,7 @@ from samkv_integrations.methods.base import (
     Selection,
     SelectionInputs,
     check_count,
-    check_ratio,
 )
-from samkv_integrations.methods.scoring import token_budget
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -29,8 +27,6 @@ class EpicRecompute(Recompute):
     first tokens see the chunks before them and are no sink any more.
 
     first: first tokens of each chunk to recompute (the paper shows 1 to 64, mostly 16).
-    last: last tokens of each chunk to recompute (as SamKV and A3 describe it).
-    ratio: instead of first and last, a share of each chunk, from its beginning.
 
     Deviations: the original never recomputes the first chunk; here no chunk with an exact cache is
     recomputed, such as the first one right behind the prefix. The original keeps a BOS token before
@@ -38,46 +34,29 @@ class EpicRecompute(Recompute):
     """
 
     first: int = 16
-    last: int = 0
-    ratio: float | None = None
 
     def __post_init__(self) -> None:
         check_count("first", self.first)
-        check_count("last", self.last)
-        if self.ratio is not None:
-            check_ratio("ratio", self.ratio)
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        if self.ratio is not None:
-            return self.ratio
-        return min(1.0, (self.first + self.last) * n_chunks / max(1, n_context))
+        return min(1.0, self.first * n_chunks / max(1, n_context))
 
     def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        chunk, offset = layout.chunk_of_token, layout.offset_in_chunk
-        length = layout.chunk_lengths[chunk]
-        if self.ratio is None:
-            wanted = (offset < self.first) | (offset >= length - self.last)
-        else:
-            wanted = offset < token_budget(self.ratio, length)
-        return selection.tokens(layout) & wanted & ~layout.exact[chunk]
+        wanted = layout.offset_in_chunk < self.first
+        return selection.tokens(layout) & wanted & ~layout.exact[layout.chunk_of_token]
 
 
-def epic() -> Method:
-    """LegoLink-16, the paper's most frequent setting."""
-    return Method(
-        name="epic",
-        paper="arXiv 2410.15332",
-        summary="everything kept; the first 16 tokens of each chunk recomputed",
-        recompute=EpicRecompute(),
-    )
+EPIC = Method(
+    name="epic",
+    paper="arXiv 2410.15332",
+    summary="everything kept; the first 16 tokens of each chunk recomputed",
+    recompute=EpicRecompute(),
+)
+AUTO = replace(
+    EPIC, name="auto", else_way="epic", whole_if_faster=True,
+    summary="epic, or full prefill where that is faster",
+)  # fmt: skip
+"""The default: `epic`, or full prefill where that is not slower.
 
-
-def auto() -> Method:
-    """The default: `epic`, or full prefill where that is not slower.
-
-    The reason is measured: docs/results/right_answers.md.
-    """
-    return replace(
-        epic(), name="auto", else_way="epic", whole_if_faster=True,
-        summary="epic, or full prefill where that is faster",
-    )  # fmt: skip
+The reason is measured: docs/results/right_answers.md.
+"""

@@ -95,10 +95,8 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
     return chosen[segment]
 
 
-def samkv_guided() -> Method:
-    """Our row: one pass."""
-    return Method(
-        name="samkv-guided", paper="ours, after arXiv 2410.15332",
-        summary="everything kept; recomputed: first tokens, and what the question names",
-        recompute=GuidedRecompute(),
-    )  # fmt: skip
+SAMKV_GUIDED = Method(
+    name="samkv-guided", paper="ours, after arXiv 2410.15332",
+    summary="everything kept; recomputed: first tokens, and what the question names",
+    recompute=GuidedRecompute(),
+)  # fmt: skip

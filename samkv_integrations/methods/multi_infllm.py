@@ -15,18 +15,16 @@ from torch import Tensor
 
 from samkv_integrations.methods.base import (
     Method,
-    ProbedLayer,
-    Select,
     Selection,
     SelectionInputs,
     check_ratio,
 )
-from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query
+from samkv_integrations.methods.scoring import AnchorProbe, fill_budget, group_heads
 from samkv_integrations.prompt.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiInfllmSelect(Select):
+class MultiInfllmSelect(AnchorProbe):
     """Initial and local blocks of each chunk, and its best middle blocks for the question.
 
     Queries come from a pass of the question over the anchor tokens. A block's score is the inner
@@ -50,16 +48,6 @@ class MultiInfllmSelect(Select):
     def needs(self) -> frozenset[str]:
         return frozenset(("block_means",))
 
-    @property
-    def probes(self) -> bool:
-        return True
-
-    def probe_blocks(self, layout: Layout) -> Tensor:
-        return layout.is_anchor
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        return mean_query(probed, len(layout.question))
-
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
         assert scores is not None and inputs.block_means is not None
         query = group_heads(scores, inputs.block_means.shape[2])  # (L, G, D)
@@ -78,11 +66,9 @@ class MultiInfllmSelect(Select):
         return Selection(keep=chosen.cpu() | layout.is_anchor)
 
 
-def multi_infllm() -> Method:
-    """A fifth of each chunk."""
-    return Method(
-        name="multi-infllm",
-        paper="arXiv 2402.04617",
-        summary="anchors and each chunk's best blocks by mean keys; nothing recomputed",
-        select=MultiInfllmSelect(),
-    )
+MULTI_INFLLM = Method(
+    name="multi-infllm",
+    paper="arXiv 2402.04617",
+    summary="anchors and each chunk's best blocks by mean keys; nothing recomputed",
+    select=MultiInfllmSelect(),
+)

@@ -14,23 +14,21 @@ from torch import Tensor
 
 from samkv_integrations.methods.base import (
     Method,
-    ProbedLayer,
     Recompute,
-    Select,
     Selection,
     SelectionInputs,
     Update,
     check_ratio,
     overwrite,
 )
-from samkv_integrations.methods.scoring import fill_budget, group_heads, mean_query
+from samkv_integrations.methods.scoring import AnchorProbe, fill_budget, group_heads
 from samkv_integrations.prompt.layout import Layout
 
 PAPER = "arXiv 2508.11661"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamkvSelect(Select):
+class SamkvSelect(AnchorProbe):
     """Blocks by personalised query, dynamic share and a ranking across chunks (section 3.1, 3.2).
 
     max_kept_ratio: limit of kept tokens as a share of the context; the anchors are always kept,
@@ -60,12 +58,6 @@ class SamkvSelect(Select):
     @property
     def probes(self) -> bool:
         return self.middle
-
-    def probe_blocks(self, layout: Layout) -> Tensor:
-        return layout.is_anchor
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        return mean_query(probed, len(layout.question))
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
         anchors = layout.is_anchor.expand(inputs.n_layers, -1)
@@ -222,11 +214,7 @@ def _samkv(name: str, update: Update, how: str) -> Method:
     )
 
 
-def samkv_overwrite() -> Method:
-    """The paper with its overwrite update."""
-    return _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
-
-
-def samkv_fusion() -> Method:
-    """The paper with its fusion update (equation 4)."""
-    return _samkv("samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine")
+SAMKV_OVERWRITE = _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
+SAMKV_FUSION = _samkv(
+    "samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine"
+)

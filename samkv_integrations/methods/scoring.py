@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from samkv_integrations.cache.formats.quantise import unrotate
-from samkv_integrations.methods.base import ProbedLayer
+from samkv_integrations.methods.base import ProbedLayer, Select
 from samkv_integrations.prompt.layout import Layout
-
-
-def token_budget(ratio: float, n_tokens: Tensor) -> Tensor:
-    """``ratio`` of ``n_tokens``, rounded up, with a tolerance for the error of floats."""
-    return (ratio * n_tokens.double() - 1e-6).ceil().clamp(min=0).long()
 
 
 def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
     """(Tctx,) bool, CPU: the ``tokens`` (n,) with the best scores, ``ratio`` of the context."""
     recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
-    count = min(len(tokens), int(token_budget(ratio, torch.tensor(layout.n_context))))
+    most = math.ceil(ratio * layout.n_context - 1e-6)  # a tolerance for the error of floats
+    count = min(len(tokens), max(0, most))
     recomputed[tokens[scores.topk(count).indices.cpu()]] = True
     return recomputed
 
 
-def mean_query(probed: ProbedLayer, n_last: int) -> Tensor:
-    """(H, D) float32: mean un-rotated query of the probe's ``n_last`` last tokens."""
-    queries = probed.queries[:, -n_last:].transpose(0, 1).float()
-    return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
+class AnchorProbe(Select):
+    """Selects by the question's mean query, which a pass over the anchor tokens gives."""
+
+    @property
+    def probes(self) -> bool:
+        return True
+
+    def probe_blocks(self, layout: Layout) -> Tensor:
+        return layout.is_anchor
+
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
+        """(H, D) float32: mean un-rotated query of the question's tokens."""
+        n_last = len(layout.question)
+        queries = probed.queries[:, -n_last:].transpose(0, 1).float()
+        return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
 
 
 def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:

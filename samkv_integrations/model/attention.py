@@ -27,10 +27,10 @@ class Attend(Protocol):
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attention output for the tokens being computed.
+        """Attention output of the R tokens that the pass computes, (batch, H, R, D).
 
-        query (batch, H, R, D), key and value (batch, G, R, D), after RoPE, of these only;
-        returns (batch, H, R, D).
+        query (batch, H, R, D), key and value (batch, G, R, D): after RoPE, of these tokens only.
+        The pass adds the keys and values of all other tokens.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What each family of models needs beside decoder layers, and how its layers differ.
+"""Which models are supported, what each family needs beside decoder layers, and how layers differ.
 
 A family whose layers take hidden states, cos and sin, and attend to everything, is one line of
 `FAMILIES`. The limit laws (tests/laws) run over all of them.
@@ -47,11 +47,11 @@ class Family:
     may_turn_part: bool = False
 
     def embeddings(self, decoder: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401
-        """What enters the first layer, of what the embedding gives."""
+        """Input of the first layer, from the output ``hidden`` of the embedding."""
         return hidden * getattr(decoder, self.embedding_factor) if self.embedding_factor else hidden
 
     def logits(self, hf: Any, config: Any, scores: Tensor) -> Tensor:  # noqa: ANN401
-        """Logits, of what the head of the model ``hf`` gives."""
+        """Logits, from the output ``scores`` of the language-model head of ``hf``."""
         if self.logit_scale:
             scores = scores * getattr(hf, self.logit_scale)
         if self.logit_factor:
@@ -86,13 +86,11 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def text_config(config: Any) -> Any:  # noqa: ANN401
-    """The part of a config that describes the text model.
-
-    Raises UnsupportedModel for a family that is not there.
-    """
+    """The part of a config that describes the text model; raises as `refuse_family`."""
     refuse_family(config.model_type)
     return config.get_text_config()
 
@@ -169,3 +167,63 @@ def rotated_channels(config: Any, head_dim: int) -> int:  # noqa: ANN401
     rope = next(iter(ropes_of(config).values()))
     n = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     return n + n % 2
+
+
+def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
+    """Raise UnsupportedModel, before anything is cached, for what could not be exact."""
+    text = text_config(config)
+    for rope in ropes_of(text).values():
+        kind = rope.get("rope_type", "default")
+        if kind not in SUPPORTED_ROPE:
+            reason = "its rotation is not known to be exact here"
+            if kind == "dynamic":
+                reason = "its frequencies change with the prompt length"
+            raise UnsupportedModel(
+                f"RoPE type {kind!r} cannot be re-aligned exactly: {reason}; "
+                f"supported: {', '.join(SUPPORTED_ROPE)}"
+            )
+        part = rope.get("partial_rotary_factor", 1.0)
+        if part != 1.0 and not family_of(text).may_turn_part:
+            raise UnsupportedModel(
+                f"partial_rotary_factor={part}: models of family {text.model_type!r} are supported "
+                "if they rotate the whole head"
+            )
+    layers = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if unknown := sorted(layers - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModel(
+            f"layer types {unknown}: every layer must attend to all tokens or to a sliding window"
+        )
+    windows_of(text)  # which refuses a window of nothing
+    if getattr(text, "use_bidirectional_attention", None):
+        raise UnsupportedModel(
+            "its attention looks at later tokens too; chunk caches need causal attention"
+        )
+
+
+def refuse_adapters(hf: Any, name: str) -> None:  # noqa: ANN401
+    """Raise UnsupportedModel if an adapter is not merged, as it could be switched off unnoticed."""
+    if any(hasattr(module, "base_layer") for module in hf.modules()):
+        raise UnsupportedModel(
+            f"{name!r} has an adapter that is not merged into its weights, and can be switched on "
+            "and off; merge it with peft's merge_and_unload, and give the model that this returns"
+        )
+
+
+def head_dim_of(config: Any) -> int:  # noqa: ANN401
+    """Channels of a head."""
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+def context_window_of(config: Any) -> int:  # noqa: ANN401
+    """Most tokens of prompt and answer together.
+
+    With longrope those of its first range: other frequencies hold for longer prompts (LongRoPE,
+    arXiv 2402.13753, section 3.3).
+    """
+    first_ranges = [
+        int(rope["original_max_position_embeddings"])
+        for rope in ropes_of(config).values() if rope.get("rope_type") == "longrope"
+    ]  # fmt: skip
+    return min([int(config.max_position_embeddings), *first_ranges])

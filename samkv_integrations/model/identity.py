@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
-from samkv_integrations.model.families import text_config, windows_of
+from samkv_integrations.model.families import refuse_adapters, text_config, windows_of
 from samkv_integrations.model.packed_weights import Exact, row_blocks, unpacked_of
-from samkv_integrations.model.supported import refuse_adapters
 
 _PIECE_BYTES = 2**25
-"""What one thread hashes at a time, and the most that it copies from another device."""
+"""What one thread hashes, and copies from a device, at a time."""
 
 _MAX_THREADS = 8
 
@@ -60,10 +59,7 @@ def kind_of(hf: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
 
 
 def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights that accelerate loads as their modules run, by name.
-
-    Raises InvalidOption if one is not there, being tied to one in another place.
-    """
+    """The weights that accelerate loads as their modules run, by name. Raises InvalidOption."""
     found: dict[str, Tensor] = {}
     for place, module in hf.named_modules():
         for name, weight in module._parameters.items():
@@ -86,11 +82,7 @@ def _is_offloaded(module: Any) -> bool:  # noqa: ANN401
 class Identity:
     """Digests of the numbers that a model computes with, made anew when those have changed.
 
-    Args:
-        hf: the model.
-        name: what errors call it.
-
-    Safe to use from many threads.
+    name: of the model in errors. Safe to use from many threads.
     """
 
     def __init__(self, hf: PreTrainedModel, name: str) -> None:
@@ -188,7 +180,7 @@ class Identity:
             )
 
     def _remember(self) -> None:
-        """Keep where modules and tensors are, so that a look at all is fast, and how they are."""
+        """Keep what `look` compares, and where it finds that fast."""
         # The dictionaries themselves: what is put into them later is seen.
         parts = [module.__dict__ for module in self._hf.modules()]
         self._modules = [held for of in parts if (held := of["_modules"])]
@@ -204,10 +196,9 @@ class Identity:
 
     @torch.no_grad()
     def _stamp(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the cheap check compares, of modules and tensors and of the config.
+        """What `look` compares: modules, tensors and the fields of the config.
 
-        Which modules there are, where tensors are, how often each was written to where PyTorch
-        counts that, and some of their values; and the fields of the config.
+        Of a tensor: where it is, how often PyTorch has seen it written to, and some values.
         """
         tensors: list[Tensor] = []
         for x in (x for held in self._tensors for x in held.values() if x is not None):
@@ -247,9 +238,8 @@ class Identity:
 def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
     """The plain tensors that a parameter is made of, by name, and what else tells how to read them.
 
-    Quantised weights are such tensors: codes, scales, zero points.
-
-    Raises TypeError for a kind whose numbers are not to be had.
+    A quantised weight is made of codes, scales and zero points. Raises TypeError for a kind whose
+    numbers are not to be had.
     """
     if type(tensor) in _PLAIN and not tensor.is_quantized:
         return {"": tensor}, ""
@@ -272,9 +262,7 @@ def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
 def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every parameter and buffer, and the rest of the state dict, by name; and how to read some.
 
-    The frequencies of RoPE are left out, which `rope` is about.
-
-    Raises UnsupportedModel for what has no digest, and for a linear layer whose weight is nowhere.
+    `rope` is about the frequencies of RoPE. Raises UnsupportedModel for what has no digest.
     """
     named: dict[str, Any] = {
         **hf.state_dict(),
@@ -311,10 +299,7 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def weights_digest(hf: PreTrainedModel) -> str:
-    """Hash over every byte of every weight, see `_state`.
-
-    Piece by piece in a few threads, each of which copies its piece from the device that it is on.
-    """
+    """Hash over every byte of every weight, see `_state`, piece by piece in a few threads."""
     state, readings = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]

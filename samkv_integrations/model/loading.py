@@ -28,7 +28,7 @@ from samkv_integrations.errors import (
     UnsupportedModel,
     meant,
 )
-from samkv_integrations.model.families import refuse_family
+from samkv_integrations.model.families import SUPPORTED_DTYPES, refuse_family, refuse_unsupported
 from samkv_integrations.model.gguf_file import (
     SMOLLM2_HUB_ID,
     SMOLLM2_PACKAGE,
@@ -40,7 +40,6 @@ from samkv_integrations.model.gguf_file import (
 )
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.packed_weights import kernels_work, pack_in_8_bits
-from samkv_integrations.model.supported import SUPPORTED_DTYPES, refuse_unsupported
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
 

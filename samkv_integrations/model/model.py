@@ -33,8 +33,12 @@ from samkv_integrations.model.decode_layer import PackedLayer
 from samkv_integrations.model.families import (
     Family,
     Rotation,
+    context_window_of,
     family_of,
+    head_dim_of,
     layer_ropes,
+    refuse_adapters,
+    refuse_unsupported,
     ropes_of,
     rotated_channels,
     text_config,
@@ -49,12 +53,6 @@ from samkv_integrations.model.packed_weights import (
     unpacked_of,
 )
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
-from samkv_integrations.model.supported import (
-    context_window_of,
-    head_dim_of,
-    refuse_adapters,
-    refuse_unsupported,
-)
 
 _USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
@@ -214,9 +212,10 @@ class Model:
                     return_offsets_mapping=offsets,
                 )
             except TypeError as error:  # of the tokenizers library, without the text
+                half = re.search("[^<>]{,20}[\ud800-\udfff][^<>]{,20}", text)
                 raise InvalidOption(
-                    f"the text that begins {text[:40]!r} holds half a character (a lone "
-                    "surrogate); clean it with text.encode(errors='replace').decode()"
+                    f"a text holds half a character (a lone surrogate) in {half and half[0]!r}; "
+                    "clean it with text.encode(errors='replace').decode()"
                 ) from error
 
     def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:

@@ -247,10 +247,10 @@ def _in_8_bits(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LargeInt8Matrix:
-    """The numbers of `Int8Matrix`, which oneDNN multiplies at twice the speed.
+    """The weights of `Int8Matrix` for oneDNN's int8 kernels, which are twice as fast.
 
-    It multiplies them by bytes. Each row of an input becomes numbers of 16 bits, whose high and low
-    bytes are two rows of a product: so they keep the precision of bfloat16, and sums are exact.
+    The kernels take int8 inputs. Each row of a bfloat16 input is scaled to 16-bit integers, and
+    their high and low bytes are multiplied as two rows. This keeps bfloat16's precision.
     """
 
     def __init__(self, shape: tuple[int, int]) -> None:
@@ -266,7 +266,7 @@ class LargeInt8Matrix:
         return self.n_rows * self.n_columns + sum(scales.nbytes for _, scales in self._blocks)
 
     def append(self, values: Tensor) -> None:
-        """Add the next rows, ``values`` (n, n_columns) float32, rounded."""
+        """Round rows to 8 bits and append them. values: (n, n_columns) float32."""
         codes, scales = _in_8_bits(values)
         packed = torch.ops.onednn.qlinear_prepack(codes, [2, self.n_columns])
         self._blocks.append((packed, scales.float()))
@@ -387,7 +387,7 @@ def kernels_work() -> bool:
                 for matrix in (in_4_bits, in_8_bits, large):
                     error = (matrix.product(x).float() - expected).norm() / expected.norm()
                     if not error < 0.02:
-                        raise ValueError(f"a product differs by {float(error):.2g}")
+                        raise ValueError(f"a trial product differs by {float(error):.2g}")
     except (AttributeError, RuntimeError, ValueError, TypeError) as error:  # no such operator
         _log.warning(
             "weights are unpacked: PyTorch %s has no products of packed weights here (%s)",
@@ -497,9 +497,9 @@ class PackedLinear(nn.Linear):
 
 
 class JoinedLinears:
-    """Layers of the same input, which decode by one product. Their packed weights become its parts.
+    """Linear layers with the same input, such as q, k and v, that decode with one matrix product.
 
-    Weights of different kinds stay apart.
+    The layers then share the joined weights. Weights of different quantisation are not joined.
     """
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:

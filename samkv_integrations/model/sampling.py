@@ -10,6 +10,7 @@ import math
 import os
 import reprlib
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -247,7 +248,7 @@ import os, sys
 try:
     os.nice(10)  # answers come first
     import resource
-    resource.setrlimit(resource.RLIMIT_CPU, ({MOST_READING_S}, {MOST_READING_S}))
+    resource.setrlimit(resource.RLIMIT_CPU, ({MOST_READING_S}, {MOST_READING_S + 1}))
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_READING_BYTES}, {MOST_READING_BYTES}))
 except (AttributeError, ImportError):  # Windows: the time on the clock is the only limit
     pass
@@ -444,12 +445,20 @@ def _place(places: BoundedSemaphore, ends: float) -> Iterator[None]:
 
 
 def _is_read(grammar: str, ends: float) -> bool:
-    """Whether a process reads it within the limits. Raises TimeoutExpired at ``ends``."""
+    """Whether a process reads it within the limits.
+
+    Raises TimeoutExpired at ``ends``, and Overloaded if something else has ended the process.
+    """
     done = subprocess.run(
         [sys.executable, "-P", "-c", _READ], input=grammar.encode(), capture_output=True,
         timeout=max(0.0, ends - time.perf_counter()), check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
+    own_limits = (-getattr(signal, "SIGXCPU", 0), -signal.SIGABRT)  # of time and of memory
+    if done.returncode < 0 and done.returncode not in own_limits:
+        raise Overloaded(
+            f"the process that read json_schema was killed (signal {-done.returncode}); ask again"
+        )
     return done.returncode == 0
 
 

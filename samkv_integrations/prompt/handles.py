@@ -46,10 +46,7 @@ class Handles:
 
     Handles are secret: each is a new random name, issued after a check that its reader may read the
     chunk, and only a caller who was given one can use it. Anything else that looks like a handle in
-    a prompt is text.
-
-    Args:
-        clock: monotonic seconds.
+    a prompt is text. clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

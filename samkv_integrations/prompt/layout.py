@@ -5,9 +5,10 @@ docs/architecture.md has the legend of shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
@@ -43,9 +44,9 @@ class Run:
 class Occurrence:
     """One occurrence of a chunk in a prompt: its consecutive runs.
 
-    There are several where a template indents or quotes its lines. A chunk may occur twice.
+    It has several runs if a template indents or quotes the chunk's lines. A chunk may occur twice.
 
-    index: the number of the index that has the chunk. key: its name there. token_ids: of the whole
+    index: which of the indexes has the chunk. key: the chunk's key in it. token_ids: of the whole
     chunk.
     """
 
@@ -214,58 +215,45 @@ class Layout:
 
         prefix: the tokens that chunks were computed behind.
         """
+        cached = [(part.blocks, part) for part in parts if part.blocks is not None]
+        runs = [(chunk, run) for chunk, (_, part) in enumerate(cached) for run in part.runs]
+        n_of_chunk = [sum(map(len, part.runs)) for _, part in cached]
+        positions = _joined(torch.arange(run.span.start, run.span.stop) for _, run in runs)
+        offsets = _joined(torch.arange(run.start, run.stop) for _, run in runs)
+        chunk_of_token = _joined(torch.full((n,), chunk) for chunk, n in enumerate(n_of_chunk))
+        # blocks are numbered as if the prompt contained all of each chunk, then as it does
+        first_block = torch.tensor([0, *accumulate(blocks.n_blocks for blocks, _ in cached)])
+        size = cached[0][0].scheme.size if cached else 1
+        whole_number = first_block[chunk_of_token] + offsets // size
+        numbers, block_of_token, block_lengths = torch.unique(
+            whole_number, return_inverse=True, return_counts=True
+        )
+        block_chunk = torch.searchsorted(first_block, numbers, right=True) - 1
+        n_blocks_of_chunk = block_chunk.bincount(minlength=len(cached)).tolist()
         ids = torch.tensor(token_ids, dtype=torch.long)
-        begins = tuple(token_ids[: len(prefix)]) == prefix
-        empty = torch.empty(0, dtype=torch.long)
-        positions, offsets, block_of_token, chunk_of_token = [empty], [empty], [empty], [empty]
-        lengths, block_chunk, block_in_chunk, anchors = [empty], [empty], [empty], [empty.bool()]
-        exact: list[bool] = []
-        chunk_lengths: list[int] = []
-        token_range: list[range] = []
-        block_range: list[range] = []
-        end = n_context = n_blocks = 0
-        for part in parts:
-            end = max(end, part.runs[-1].span.stop)
-            if part.blocks is None:
-                continue
-            runs = []
-            for run in part.runs:
-                runs.append(torch.arange(run.start, run.stop))
-                positions.append(torch.arange(run.span.start, run.span.stop))
-            held = torch.cat(runs)
-            of_chunk, of_token, n_of_each = torch.unique(
-                held // part.blocks.scheme.size, return_inverse=True, return_counts=True
-            )
-            offsets.append(held)
-            chunk_of_token.append(torch.full_like(held, len(exact)))
-            block_of_token.append(n_blocks + of_token)
-            lengths.append(n_of_each)
-            block_chunk.append(torch.full_like(of_chunk, len(exact)))
-            block_in_chunk.append(of_chunk)
-            anchors.append(part.blocks.is_anchor[of_chunk])
-            first = part.runs[0]
-            begins_it = first.start == 0 and first.position == len(prefix)
-            begins_it &= begins and len(part.runs) == 1
-            exact.append(part.is_exact or begins_it)
-            chunk_lengths.append(part.blocks.n_tokens)
-            token_range.append(range(n_context, n_context + len(held)))
-            block_range.append(range(n_blocks, n_blocks + len(of_chunk)))
-            n_context, n_blocks = token_range[-1].stop, block_range[-1].stop
-        context_positions = torch.cat(positions)
         uncached = torch.ones(len(ids), dtype=torch.bool)
-        uncached[context_positions] = False
+        uncached[positions] = False
         uncached[-1:] = True
+        n_prefix = len(prefix)
+        begins = tuple(token_ids[:n_prefix]) == prefix
+        exact = [
+            part.is_exact
+            or (begins and [(r.start, r.position) for r in part.runs] == [(0, n_prefix)])
+            for _, part in cached
+        ]
+        end = max((part.runs[-1].span.stop for part in parts), default=0)
         return cls(
-            token_ids=ids, uncached=uncached, context_positions=context_positions,
-            offset_in_chunk=torch.cat(offsets), block_of_token=torch.cat(block_of_token),
-            chunk_of_token=torch.cat(chunk_of_token), block_lengths=torch.cat(lengths),
-            block_chunk=torch.cat(block_chunk), block_in_chunk=torch.cat(block_in_chunk),
-            is_anchor=torch.cat(anchors), exact=torch.tensor(exact, dtype=torch.bool),
+            token_ids=ids, uncached=uncached, context_positions=positions, offset_in_chunk=offsets,
+            block_of_token=block_of_token, chunk_of_token=chunk_of_token,
+            block_lengths=block_lengths, block_chunk=block_chunk,
+            block_in_chunk=numbers - first_block[block_chunk],
+            is_anchor=_joined(blocks.is_anchor for blocks, _ in cached).bool()[numbers],
+            exact=torch.tensor(exact, dtype=torch.bool),
             question=torch.arange(min(end, len(ids) - 1), len(ids)),
-            chunk_lengths=torch.tensor(chunk_lengths, dtype=torch.long),
-            token_range=tuple(token_range),
-            block_range=tuple(block_range), n_tokens=len(ids), n_context=n_context,
-            n_blocks=n_blocks, n_chunks=len(exact), n_prefix=len(prefix),
+            chunk_lengths=torch.tensor([blocks.n_tokens for blocks, _ in cached], dtype=torch.long),
+            token_range=_ranges(n_of_chunk), block_range=_ranges(n_blocks_of_chunk),
+            n_tokens=len(ids), n_context=len(positions), n_blocks=len(numbers),
+            n_chunks=len(cached), n_prefix=n_prefix,
         )  # fmt: skip
 
     @cached_property
@@ -284,3 +272,12 @@ class Layout:
         """(C, Nb) bool: the middle blocks of each chunk."""
         chunk = torch.arange(self.n_chunks)[:, None]
         return (self.block_chunk == chunk) & ~self.is_anchor
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.long), *parts])
+
+
+def _ranges(lengths: Sequence[int]) -> tuple[range, ...]:
+    """Consecutive ranges of these lengths, from 0 on."""
+    return tuple(range(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True))

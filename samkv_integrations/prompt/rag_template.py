@@ -12,14 +12,14 @@ _RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
 
 
 def bodies_of(texts: Sequence[str]) -> list[str]:
-    """The normalised texts of chunks, see `normalise`. Raises InvalidOption as `check_texts`."""
+    """The normalised texts of chunks; raises as `check_texts`."""
     return [normalise(text) for text in check_texts("chunks", texts)]
 
 
 def check_texts(what: str, texts: Iterable[str]) -> list[str]:
-    """The texts as a list. Raises InvalidOption for anything else, and for a single string.
+    """The texts as a list. Raises InvalidOption for anything else, such as a single string.
 
-    what: the name of the argument. A string would be taken for a list of its letters.
+    what: the name of the argument.
     """
     if isinstance(texts, str):
         raise InvalidOption(f"one text was given for {what} ({texts[:40]!r}); put it into a list")

@@ -40,8 +40,7 @@ class PromptChunk:
     """A chunk in a prompt: the runs of its token ids that the prompt contains, and its cache.
 
     key: of its cache, empty before the first look-up. token_ids: of the whole chunk. text: None if
-    only the store knows it.
-    stored: its cache; None if there is no usable one. miss: the reason then.
+    only the store knows it. stored: its cache; None if there is no usable one. miss: why then.
     is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
     computed_now: whether the cache was computed for this prompt.
     """
@@ -57,7 +56,7 @@ class PromptChunk:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of its runs."""
+        """Number of its tokens that occur in the prompt."""
         return sum(map(len, self.runs))
 
     @property
@@ -87,12 +86,8 @@ class PromptReader:
     """Reads the prompts of one engine. Thread-safe.
 
     The prompt is tokenised once, as a whole, and its tokens are never changed: a cache is used for
-    the token ids that prompt and chunk have in common, see `find_runs`.
-
-    handles: issued by this engine.
-
-    Args:
-        outage: logs a failure of the store. Only announced chunks are found then.
+    the token ids that prompt and chunk have in common, see `find_runs`. outage: logs a failure of
+    the store. Only announced chunks are found then.
     """
 
     def __init__(self, model: Model, store: Store, outage: Outage) -> None:
@@ -240,7 +235,6 @@ class PromptReader:
         """The prompt with the texts of chunks in place of their handles, and these texts.
 
         A handle inside a document is text. Documents are ``chunks``, or the announced ones.
-
         must_be_whole: raises HandleError for a piece of a handle outside documents.
         """
         text = rendered.text

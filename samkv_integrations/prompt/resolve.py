@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.reader import PromptChunk
@@ -24,7 +25,8 @@ OnMiss = Literal["text", "compute", "error"]
 class Resolved(AbstractContextManager["Resolved"]):
     """The tokens of a prompt and its chunks, in order. Leaving the context closes their caches.
 
-    chunks: of the prompt; `open` looks up their caches in ``store``, as ``fingerprint`` asks.
+    chunks: of the prompt; `open` looks up their caches in ``hot`` and ``store``, as ``fingerprint``
+    asks.
     on_miss: ``error`` raises for a miss; else the tokens of the chunk are computed.
     since: `Chunks.deletions` before the prompt was read.
     misses: reason -> number of chunks without a usable cache. missed: keys of these chunks.
@@ -34,6 +36,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     token_ids: list[int]
     chunks: list[PromptChunk]
     store: Store
+    hot: HotChunks
     fingerprint: Fingerprint
     outage: Outage
     on_miss: OnMiss
@@ -73,7 +76,7 @@ class Resolved(AbstractContextManager["Resolved"]):
             cache = opened.get(chunk.key)
             if cache is None:  # each file is opened once, however often its chunk occurs
                 try:
-                    cache = store.open(chunk.key, made_by, chunk.token_ids)
+                    cache = self.hot.open(chunk.key, made_by, chunk.token_ids)
                     if len(opened) >= MAX_HELD:
                         cache.let_go()
                 except CacheMiss as miss:
@@ -98,7 +101,7 @@ class Resolved(AbstractContextManager["Resolved"]):
         made_by = self.store.behind(self.fingerprint, self.token_ids[: first.runs[0].position])
         key = self.store.key(made_by, first.token_ids)
         try:
-            first.stored = self.store.open(key, made_by, first.token_ids)
+            first.stored = self.hot.open(key, made_by, first.token_ids)
         except CacheMiss as miss:
             if miss.is_damage:
                 self.store.quarantine(key, made_by)
@@ -144,7 +147,7 @@ class Resolved(AbstractContextManager["Resolved"]):
                 self.store.quarantine(lost.key, lost.fingerprint)
             first.stored, first.is_exact = None, False
             try:
-                first.stored = self.store.open(first.key, self.fingerprint, first.token_ids)
+                first.stored = self.hot.open(first.key, self.fingerprint, first.token_ids)
             except CacheMiss as own_miss:
                 first.miss, first.text = own_miss.reason, self._text_of(first.key)
                 self._count_miss(first.key, own_miss)

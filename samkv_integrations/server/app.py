@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import logging
@@ -9,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,9 @@ OPEN_PATHS = ("/health", "/")
 
 STUCK_S = 600
 """Seconds of one pass or step of the model after which the server counts as stuck."""
+
+MOST_DISCARDED, DISCARD_S = 2**28, 10.0
+"""Bytes of a refused body, and seconds, after which its connection is closed nonetheless."""
 
 _OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -69,7 +74,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
         elif isinstance(error, HTTPException) and not isinstance(error, Failure):
             failure = _of_framework(request, error)
         else:
-            failure = Failure.of(error)
+            failure = service.failure(error)
         request.state.failure = failure
         return failure.response
 
@@ -136,6 +141,17 @@ def _of_framework(request: Request, error: HTTPException) -> Failure:
     return Failure(error.status_code, message, code="not_found")
 
 
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a body, as far as `MOST_DISCARDED` and `DISCARD_S` allow."""
+    n_bytes, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while more and n_bytes < MOST_DISCARDED:
+                message = await receive()
+                n_bytes += len(message.get("body", b""))
+                more = message.get("more_body", False)
+
+
 def page_headers(html: str) -> dict[str, str]:
     """Headers that allow the page its own script and requests to this server only."""
 
@@ -178,12 +194,16 @@ class Guard:
         state = scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        status, n_bytes = 499, 0
+        status, n_bytes, is_read = 499, 0, False
+        # such a request may be two requests for a proxy in front (RFC 9112, 6.1)
+        has_two_lengths = "content-length" in headers and "transfer-encoding" in headers
+        ends = has_two_lengths or "close" in headers.get("connection", "").lower()
 
         async def bounded() -> Message:
-            nonlocal n_bytes
+            nonlocal n_bytes, is_read
             message = await receive()
             n_bytes += len(message.get("body", b""))
+            is_read = not message.get("more_body", False)
             self._require_size(n_bytes)
             return message
 
@@ -193,9 +213,13 @@ class Guard:
                 status = message["status"]
                 answered = MutableHeaders(scope=message)
                 answered["x-request-id"] = request_id
-                # such a request may be two requests for a proxy in front (RFC 9112, 6.1)
-                if "content-length" in headers and "transfer-encoding" in headers:
+                if has_two_lengths:
                     answered["connection"] = "close"
+            elif ends and not (is_read or message.get("more_body", False)):
+                # a connection that is closed with bytes unread is reset, and the answer is lost
+                await send({**message, "more_body": True})
+                await _discard(receive)
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:

@@ -325,7 +325,7 @@ class AskedInChat(Asked):
 
     @property
     def form(self) -> ResponseFormat | None:
-        """The form of the answer, if the client names one."""
+        """The requested format: text, JSON object or JSON schema; None if none was given."""
         raise NotImplementedError
 
     @property
@@ -514,97 +514,20 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionDetails
 
 
-class _Choice(BaseModel):
-    index: Literal[0]
-    logprobs: None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+class OpenAIAnswer(BaseModel):
+    """An answer in the form of OpenAI's API, whose reference has its other fields.
 
+    samkv: the report of the answer. completion_tokens_details of the usage, output_tokens_details
+    in ``/v1/responses``, have a field of ours: ``tokens_per_step``, as in `Usage`.
+    """
 
-class _Answer(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
     id: str
-    created: int
+    object: Literal["chat.completion", "text_completion", "response"]
     model: str
-    usage: Usage
+    usage: dict[str, Any]
     samkv: Report
-
-
-class AnswerMessage(BaseModel):
-    """The answer to a chat. content: null if it is calls only."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[Call] = []
-
-
-class ChatChoice(_Choice):
-    """The only choice."""
-
-    message: AnswerMessage
-
-
-class ChatCompletion(_Answer):
-    """An answer to a chat. samkv: its report."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class TextChoice(_Choice):
-    """The only choice."""
-
-    text: str
-
-
-class Completion(_Answer):
-    """The continuation of a prompt. samkv: its report."""
-
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-class OutputText(BaseModel):
-    """The text of an answer."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-
-
-class OutputMessage(BaseModel):
-    """The answer."""
-
-    type: Literal["message"]
-    id: str
-    role: Literal["assistant"]
-    status: Literal["in_progress", "completed", "incomplete"]
-    content: list[OutputText]
-
-
-class OutputCall(BaseModel):
-    """A call of a tool. arguments: JSON."""
-
-    type: Literal["function_call"]
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: Literal["in_progress", "completed"]
-
-
-class ResponseBody(BaseModel):
-    """An answer. incomplete_details: why it was cut. samkv: its report."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    model: str
-    status: Literal["in_progress", "completed", "incomplete"]
-    output: list[OutputMessage | OutputCall]
-    error: None
-    incomplete_details: dict[str, str] | None
-    usage: dict[str, Any] | None
-    samkv: Report | None = None
 
 
 def with_stream(model: type[BaseModel], events: str) -> dict[int | str, dict[str, Any]]:

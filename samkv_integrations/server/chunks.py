@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,13 +16,8 @@ from samkv_integrations.cache.chunk import FORMAT_VERSION, ChunkRef
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.scheduler import OWNER
 from samkv_integrations.engine.stream import off_loop
-from samkv_integrations.errors import (
-    InvalidChunk,
-    InvalidOption,
-    Overloaded,
-)
+from samkv_integrations.errors import InvalidChunk, InvalidOption, Overloaded
 from samkv_integrations.server.bodies import Body
-from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import BoundedRoute, Service
 
 MAX_TEXTS = 1024
@@ -98,7 +94,7 @@ def router(service: Service) -> APIRouter:
     places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
     n_waiting = Counter[str]()
 
-    async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:  # noqa: ANN401
+    async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:
         """The result of ``work`` in a thread, which ends even if the client disconnects."""
         owner = OWNER.get()
         if places[owner].locked() and n_waiting[owner] >= MOST_WAITING:
@@ -123,7 +119,7 @@ def router(service: Service) -> APIRouter:
         cached.
         """
         engine = await service.engine(request.state.tenant)
-        return CachedChunks(data=await in_turn(_cache, engine, body.texts))
+        return CachedChunks(data=await in_turn(_cache, service, engine, body.texts))
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
@@ -143,14 +139,14 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _cache(engine: Engine, texts: Sequence[str]) -> list[CachedChunk]:
+def _cache(service: Service, engine: Engine, texts: Sequence[str]) -> list[CachedChunk]:
     """Cache the texts. Raises Failure for the first one that can have no cache."""
     chunks, refs = engine.chunks, list[ChunkRef]()
     for place, text in enumerate(texts):
         try:
             refs += chunks.refer([text], must_fit=True)
         except (InvalidChunk, InvalidOption) as error:
-            failure = Failure.of(error)
+            failure = service.failure(error)
             failure.param = f"texts.{place}"
             failure.message = f"{failure.param}: {failure.message}; no text was cached"
             raise failure from error
@@ -169,16 +165,14 @@ def _figures(engine: Engine, model_name: str) -> StoreFigures:
     """The caches of the engine's namespace. Names of models omit their folders."""
     store = engine.store
     rows = [
-        ChunkFigures(
-            model=model_name if row.model == engine.model.name else Path(row.model).name,
-            dtype=row.dtype, store_bits=row.store_bits, block_size=row.block_size,
-            chunks=row.chunks, bytes=row.bytes, hits=row.hits, misses=row.misses,
-            evicted=row.evicted, corrupt=row.corrupt,
+        ChunkFigures.model_validate(
+            asdict(row)
+            | {"model": model_name if row.model == engine.model.name else Path(row.model).name}
         )
         for row in store.stats().rows
         # those of older formats do not say whose they are
         if row.namespace == store.namespace and row.format_version == FORMAT_VERSION
-    ]  # fmt: skip
+    ]
     return StoreFigures(
         chunks=sum(row.chunks for row in rows), bytes=sum(row.bytes for row in rows), data=rows
     )

@@ -20,11 +20,9 @@ from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.bodies import (
     Asked,
     AskedInChat,
-    ChatCompletion,
     ChatRequest,
-    Completion,
     CompletionRequest,
-    ResponseBody,
+    OpenAIAnswer,
     ResponseRequest,
     with_stream,
 )
@@ -41,20 +39,20 @@ def router(service: Service) -> APIRouter:
     """The routes of OpenAI's API that answer."""
     routes = APIRouter(prefix="/v1", tags=["completions"], route_class=BoundedRoute)
 
-    @routes.post(
-        "/chat/completions", response_model=None, responses=with_stream(ChatCompletion, _CHUNKS)
-    )
+    chunked = with_stream(OpenAIAnswer, _CHUNKS)
+
+    @routes.post("/chat/completions", response_model=None, responses=chunked)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template."""
         turns = [message.turn for message in body.messages]
         return await answered(request, body, turns, _Writer)
 
-    @routes.post("/completions", response_model=None, responses=with_stream(Completion, _CHUNKS))
+    @routes.post("/completions", response_model=None, responses=chunked)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, without a chat template."""
         return await answered(request, body, body.prompt, _Writer)
 
-    @routes.post("/responses", response_model=None, responses=with_stream(ResponseBody, _EVENTS))
+    @routes.post("/responses", response_model=None, responses=with_stream(OpenAIAnswer, _EVENTS))
     async def respond(body: ResponseRequest, request: Request) -> Response:
         """Answer a chat, which goes through the model's own chat template. Nothing is stored."""
         return await answered(request, body, body.turns, _ResponseWriter)
@@ -80,7 +78,7 @@ class _Parts:
     """The text and the calls of one answer. calls: complete once the text is."""
 
     def __init__(self, body: Asked, use: ToolUse | None) -> None:
-        self._shown = ShownText(use)
+        self._shown, self._is_forced = ShownText(use), use is not None and bool(use.forced)
         is_parallel = not isinstance(body, AskedInChat) or body.parallel_tool_calls
         self._most_calls = None if is_parallel else 1
         self.calls: tuple[ToolCall, ...] = ()
@@ -98,9 +96,11 @@ class _Parts:
             yield text
 
     def _rest(self) -> str:
-        rest, found = self._shown.rest()
+        _, found = self._shown.rest()
         self.calls = found.calls[: self._most_calls]
-        return rest + "".join(found.broken)
+        if self._is_forced:  # a call that max_tokens cut is no text
+            return ""
+        return found.full_text[len(self._shown.text) :]
 
 
 class _Writer:
@@ -212,7 +212,7 @@ class _ResponseWriter:
         at = place | {"item_id": self._item, "content_index": 0}
         number = 0
 
-        def event(name: str, /, **data: Any) -> dict[str, Any]:  # noqa: ANN401
+        def event(name: str, /, **data: Any) -> dict[str, Any]:
             nonlocal number
             number += 1
             return {"type": f"response.{name}", "sequence_number": number - 1, **data}

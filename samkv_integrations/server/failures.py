@@ -14,6 +14,7 @@ from samkv_integrations.errors import (
     MOST_SHOWN,
     ChunkNotCached,
     InvalidChunk,
+    OutOfMemory,
     Overloaded,
     PromptTooLong,
     SamkvError,
@@ -32,26 +33,6 @@ _STORE = (
 _FIELD = re.compile(r"(\w+)=|unknown (\w+) ")
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
 """Characters of a message; the middle of a longer one, such as a value, is left out."""
-_ALLOWED = {
-    "literal_error": "allowed: {expected}; nothing else is supported",
-    "greater_than_equal": "it must be at least {ge}",
-    "less_than_equal": "it must be at most {le}",
-    "finite_number": "it must be a finite number",
-    "float_type": "it must be a number",
-    "int_type": "it must be a whole number",
-    "int_from_float": "it must be a whole number",
-    "bool_type": "it must be true or false",
-    "string_type": "it must be a string",
-    "string_too_short": "it needs {min_length} or more characters",
-    "string_too_long": "it may have {max_length} characters at most",
-    "too_short": "it needs {min_length} or more elements",
-    "too_long": "it may have {max_length} elements at most",
-    "list_type": "it must be a list",
-    "dict_type": "it must be an object",
-    "model_type": "it must be an object",
-    "model_attributes_type": "it must be an object",
-}
-"""What is allowed, by pydantic's type of error."""
 _HEADERS = {
     401: {"www-authenticate": "Bearer"},
     429: {"retry-after": "1"},
@@ -61,6 +42,7 @@ _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
     (ChunkNotCached, 400, "invalid_request_error", "chunk_not_cached"),
     (InvalidChunk, 400, "invalid_request_error", "invalid_chunk"),
     (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (OutOfMemory, 503, "server_error", "out_of_memory"),
     (TimedOut, 504, "timeout_error", "timeout"),
     (StoreError, 500, "server_error", "store_error"),
     (SamkvError, 400, "invalid_request_error", None),
@@ -91,8 +73,8 @@ class Failure(HTTPException):
         self.type, self.code, self.param = type, code, param
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """The response to an exception.
+    def of(cls, error: Exception, names: tuple[str, str] | None = None) -> Failure:
+        """The response to an exception. names: the model's own, which may be a path, and clients'.
 
         Messages of a `SamkvError` are shown, except the store's. The message of an unexpected
         exception is not even logged, because it may hold a prompt.
@@ -114,6 +96,8 @@ class Failure(HTTPException):
         if isinstance(error, StoreError):
             return cls(status, _STORE, type=kind, code=code, cause=str(error))
         message = _TOO_LATE if isinstance(error, TimedOut) else str(error)
+        if names is not None:
+            message = message.replace(repr(names[0]), repr(names[1]))
         named = _FIELD.match(message) if status == 400 else None
         param = (named[1] or named[2]) if named else None
         return cls(
@@ -136,9 +120,7 @@ class Failure(HTTPException):
                 return cls(400, message, param=param, code="unsupported_parameter")
             case "missing":
                 return cls(400, f"{param or 'the body'} is missing; give it", param=param)
-        given, context = error.get("input"), error.get("ctx", {})
-        allowed = _ALLOWED.get(error["type"])
-        words = error["msg"] if allowed is None else allowed.format_map(context)
+        given, words = error.get("input"), error["msg"]
         if not where:
             if isinstance(given, bytes):
                 words = "it is not read as JSON; send the header 'content-type: application/json'"

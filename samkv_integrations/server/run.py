@@ -1,4 +1,4 @@
-"""A server process: its address, what it is made of, and its run."""
+"""A server process: its address, its run, and the memory that it returns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import h11
@@ -22,14 +20,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from samkv_integrations.chroma.client import Database
-from samkv_integrations.engine.options import EngineOptions
-from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.model.loading import Weights, load_model
-from samkv_integrations.server.app import create_app
-from samkv_integrations.server.service import Settings
-from samkv_integrations.server.tenancy import ApiKeys, Tenancy
+from samkv_integrations.server.tenancy import ApiKeys
 
 MAX_HEADER_BYTES = 2**16
 """Most bytes of a request's headers; the server answers more with a 400."""
@@ -42,62 +34,6 @@ RETURN_S = 30.0
 """Seconds between two calls of `return_memory`, which take .1 s on a busy server."""
 
 _M_ARENA_MAX = -8  # of malloc.h
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSource:
-    """The configuration of a server, which can be pickled for replicas. Keys are digests.
-
-    model: any name that `load_model` takes. device, dtype, weights: as of `load_model`.
-    folder, remote, options: as of `Tenancy`. chroma: the address of a Chroma server; None for the
-        database in ``folder``.
-    """
-
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    weights: Weights = "auto"
-    folder: Path
-    chroma: str | None = None
-    remote: str | None = None
-    options: EngineOptions = field(default_factory=EngineOptions)
-    limits: Limits = field(default_factory=Limits)
-    keys: ApiKeys
-    settings: Settings
-
-    def database(self) -> Database:
-        """Where the collections are. Raises InvalidOption for a wrong address."""
-        return Database(self.folder / "chroma", self.chroma)
-
-    def tenancy(self) -> Tenancy:
-        """Load the model, and open an engine for each namespace, which finds wrong folders early.
-
-        Raises as `load_model` and `Tenancy.engine` do.
-        """
-        scheduler = Scheduler(
-            load_model(self.model, device=self.device, dtype=self.dtype, weights=self.weights),
-            self.limits,
-        )
-        tenancy = Tenancy(
-            scheduler, self.folder, self.remote, database=self.database(), **self.options
-        )
-        for tenant in self.keys.tenants:
-            tenancy.engine(tenant).chunks.warn_if_none_fits()
-        return tenancy
-
-    def replica(self) -> FastAPI:
-        """The application with a model of its own, for one of several processes.
-
-        Raises InvalidOption if the folder does not exist and there is no remote tier, and as
-        `tenancy` does.
-        """
-        if self.remote is None and not (self.folder / "kv").is_dir():
-            raise InvalidOption(
-                f"the folder {self.folder / 'kv'} of chunk caches does not exist here; give a "
-                "--dir that all machines share under the same path, or --remote"
-            )
-        spare_memory()
-        return create_app(self.tenancy(), self.keys, self.settings)
 
 
 def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
@@ -150,7 +86,7 @@ class _Connection(h11.Connection):
 
 
 class _Protocol(H11Protocol):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _Connection(h11.SERVER, MAX_HEADER_BYTES)
 
@@ -198,15 +134,17 @@ def return_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run(source: ServerSource, listening: socket.socket, ready: Callable[[str], None]) -> None:
+def run(
+    app: FastAPI, listening: socket.socket, grace_s: int | None, ready: Callable[[str], None]
+) -> None:
     """Answer requests until SIGTERM or SIGINT, then let running answers finish.
 
-    ready: called with the server's address once it answers.
+    grace_s: seconds for them; None for no limit. ready: called with the server's address once it
+    answers.
     """
     spare_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    app = create_app(source.tenancy(), source.keys, source.settings)
     address = address_of(listening)
-    server = Server(app, source.settings.grace_s, lambda: ready(address))
+    server = Server(app, grace_s, lambda: ready(address))
     with suppress(KeyboardInterrupt):
         server.run(sockets=[listening])

@@ -169,7 +169,7 @@ class Writer(Protocol):
         """The body of a whole answer."""
 
     def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
-        """The data of the events of a stream."""
+        """The JSON data of each server-sent event of a streamed answer."""
 
 
 class Service:
@@ -179,6 +179,10 @@ class Service:
         self.tenancy, self.settings = tenancy, settings
         self.metrics = Metrics(tenancy.scheduler)
         self.since = int(time.time())
+
+    def failure(self, error: Exception) -> Failure:
+        """The response to an exception, in which the model has the name that clients use."""
+        return Failure.of(error, (self.tenancy.scheduler.model.name, self.settings.model_name))
 
     def require_model(self, name: str) -> None:
         """Raises Failure if ``name`` is not the model's."""
@@ -245,7 +249,7 @@ class Service:
                     yield _event(data)
             yield "data: [DONE]\n\n"
         except Exception as error:
-            request.state.failure = failure = Failure.of(error)
+            request.state.failure = failure = self.failure(error)
             yield _event(failure.body)
         finally:
             self.metrics.count_answer(stream.report)

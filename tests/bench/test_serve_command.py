@@ -1,54 +1,38 @@
-"""The benchmark `serve`: its options, what it writes, and the server that it starts and stops."""
+"""The benchmark `serve`: its rows, and the server that it starts and stops."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.serve import serving
+from benchmarks.serve import rows_of, serving
 from samkv_integrations.cli.serve import KEYS_VARIABLE
+from samkv_integrations.formatting import Row
 from tests.bench.running import ran
-from tests.support.openai_endpoint import Endpoint, Reply, openai_endpoint
-
-COMMAND = ("serve",)
-SMALL = ("--requests", "4", "--rounds", "2", "--concurrency", "2")
 
 
-@pytest.fixture
-def server() -> Iterator[Endpoint]:
-    with openai_endpoint(
-        lambda body: Reply(
-            usage={"prompt_tokens": 50, "completion_tokens": 3},
-            report={"ran": body["samkv"]["method"], "wait_s": 0.5},
-        )
-    ) as endpoint:
-        yield endpoint
+def outcome(ttft_s: float, **fields: Any) -> Row:
+    given = {"error": None, "ttft_s": ttft_s, "token_s": 0.1, "wait_s": 0.5, "ran": "epic",
+             "completion_tokens": 3, "prompt_tokens": 10, "cached_tokens": 8}  # fmt: skip
+    return {**given, **fields}
 
 
-def test_methods_stand_side_by_side_and_json_is_one_object(server: Endpoint) -> None:
-    found = json.loads(ran(*COMMAND, "--url", server.url, *SMALL, "--json"))
-    assert list(found) == [
-        "command", "version", "commit", "model", "hardware", "settings", "rows",
-    ]  # fmt: skip
-    assert (found["command"], found["model"]) == ("benchmarks serve", "fake")
-    assert found["settings"]["url"] == server.url
-    assert set(found["hardware"]) == {"cpu", "threads", "torch"}
-    rows = found["rows"]
-    assert [(row["label"], row["answered"], row["ran"]) for row in rows] == [
-        ("auto", 4, {"auto": 4}), ("recompute", 4, {"recompute": 4}),
-    ]  # fmt: skip
-    assert rows[0]["ttft_ratio_low"] <= rows[0]["ttft_ratio"] <= rows[0]["ttft_ratio_high"]
-    assert rows[1]["ttft_ratio"] == 1
-    cached = [text for body in server.bodies("samkv/chunks") for text in body["texts"]]
-    prompts = [body["prompt"] for body in server.bodies("completions")]
-    assert len(prompts) == 2 * (4 + 1) == len(set(prompts))
-    assert all(any(text in prompt for text in cached) for prompt in prompts)
+def test_a_row_is_of_what_was_answered_over_the_time_of_the_methods_own_turns() -> None:
+    outcomes = {
+        "auto": [outcome(1.0), outcome(2.0), outcome(3.0, token_s=None), {"error": "429 busy"}],
+        "recompute": [outcome(8.0)],
+    }
+    row, full = rows_of(outcomes, {"auto": 4.0, "recompute": 8.0}, 8)
+    assert (row["requests"], row["answered"], row["errors"]) == (4, 3, {"429 busy": 1})
+    assert (row["requests_per_s"], row["output_tokens_per_s"]) == (3 / 4, 9 / 4)
+    assert (row["ttft_p50_s"], row["ttft_p90_s"]) == (2.0, pytest.approx(2.8))
+    assert (row["token_p50_s"], row["ran"]) == (pytest.approx(0.1), {"epic": 3})
+    assert (row["ttft_ratio"], full["ttft_ratio"]) == (0.25, 1.0)
 
 
 PRETEND = """
@@ -98,7 +82,7 @@ def test_it_measures_the_real_server(working_folder: Path, monkeypatch: pytest.M
     # keys of another server of the user, which nobody would have for this one
     monkeypatch.setenv(KEYS_VARIABLE, "key-of-another")
     found = json.loads(
-        ran(*COMMAND, "--methods", "reuse,recompute", "--questions", "long", "--requests", "2",
+        ran("serve", "--methods", "reuse,recompute", "--questions", "long", "--requests", "2",
             "--rounds", "1", "--concurrency", "2", "--max-tokens", "4", "--json")
     )  # fmt: skip
     assert found["model"] == "builtin"
@@ -111,5 +95,5 @@ def test_it_measures_the_real_server(working_folder: Path, monkeypatch: pytest.M
     assert reuse["prompt_tokens"] == pytest.approx(recompute["prompt_tokens"], abs=4)
     assert reuse["cached_tokens"] > 0.8 * reuse["prompt_tokens"]
     assert recompute["cached_tokens"] < 0.02 * recompute["prompt_tokens"]
-    assert reuse["wait_p50_s"] is not None and reuse["completion_tokens"] > 1
+    assert reuse["wait_p50_s"] is not None and reuse["token_p50_s"] > 0
     assert not list(working_folder.iterdir())

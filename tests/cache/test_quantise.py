@@ -194,11 +194,3 @@ def test_the_largest_half_precision_values_are_kept(bits: int) -> None:
 def test_other_bits_are_refused(bits: int) -> None:
     with pytest.raises(InvalidOption, match=f"store_bits={bits}; allowed: 4, 8, 16"):
         of(bits)
-
-
-def test_4_bits_of_an_odd_head_size_are_refused() -> None:
-    with pytest.raises(InvalidOption, match="head size of 5 fills no whole bytes; give store_b"):
-        of(4, head_dim=5)
-    for bits in (8, 16):
-        keys = normal(0, 2, 2, 5)
-        there_and_back(of(bits, head_dim=5), keys, keys)

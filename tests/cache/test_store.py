@@ -374,7 +374,7 @@ def test_what_lies_in_the_place_of_a_cache_goes(
             os.mknod(file, stat.S_IFSOCK | 0o600)
     assert reason(lambda: store.open(chunk.key, TINY)) == "corrupt"
     assert not store.contains(chunk.key, TINY)
-    store.prefetch(chunk.key, TINY)
+    store.begin_to_fetch([chunk.key], TINY)
     store.put(chunk)
     with store.open(chunk.key, TINY) as stored:
         stored.verify()

@@ -139,7 +139,6 @@ def test_what_another_process_deletes_is_left_out(
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "chroma"), IDS[0]], check=True)
     assert {hit.id for hit in link.query(vector, 3)} == set(IDS[1:3])
-    assert len(link.query(vector, 1)) == 1  # the next nearest one takes its place
     assert f"record {IDS[0]!r} of collection 'town' has no text and is left out" in caplog.text
 
 

@@ -66,7 +66,7 @@ def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expecte
         (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
         (("ingest", "hollow"), "no document (.md, .txt, .csv"),
         (("ingest", "blank"), "no text in 1 document; give some with"),
-        (("ingest", "town", "--chunk-size", "0"), "it must be at least 1 token"),
+        (("ingest", "town", "--chunk-size", "0"), "Invalid value for '--chunk-size'"),
         (("ingest", "town", "--collection", "?"), "'?'"),
         (("ingest", "nothing.txt", "--collection", "no name"), "collection name 'no name'"),
         (("ask", "Who?", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from samkv_integrations.chroma import client as client_module
-from samkv_integrations.engine.options import EngineOptions
-from samkv_integrations.server.run import ServerSource
+from samkv_integrations.chroma.client import Database
+from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
-from samkv_integrations.server.tenancy import ApiKeys, Tenant
+from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.chroma_server import free_port
 from tests.support.records import RECORDS, TEXTS
@@ -25,13 +27,13 @@ def server(chroma_port: int) -> str:
     return f"http://127.0.0.1:{chroma_port}"
 
 
-def source_on(server: str, *collections: str) -> ServerSource:
-    return ServerSource(
-        model="builtin", device="cpu", folder=Path(".samkv").resolve(), chroma=server,
-        options=EngineOptions(method="reuse"),
-        keys=ApiKeys("", Tenant(collections=collections)),
-        settings=Settings(model_name="builtin"),
-    )  # fmt: skip
+def app_on(server: str, *collections: str) -> FastAPI:
+    database = Database(Path(".samkv/chroma").resolve(), server)
+    folder = Path(".samkv").resolve()
+    scheduler = Scheduler(load_model("builtin", device="cpu"))
+    tenancy = Tenancy(scheduler, folder, database=database, method="reuse")
+    keys = ApiKeys("", Tenant(collections=collections))
+    return create_app(tenancy, keys, Settings(model_name="builtin"))
 
 
 def test_ask_retrieves_from_a_server(town: Path, server: str) -> None:
@@ -46,16 +48,6 @@ def test_ask_retrieves_from_a_server(town: Path, server: str) -> None:
                                                     "--chroma", server)  # fmt: skip
 
 
-def test_the_store_is_kept_in_line_with_a_servers_records(town: Path, server: str) -> None:
-    ran("ingest", str(town), "--collection", "kept", "--chroma", server)
-    files = sorted(Path(".samkv/kv").rglob("*.safetensors"))
-    for file in files[:2]:
-        file.unlink()
-    of_server = ("--collection", "kept", "--chroma", server)
-    (done,) = rows_of("store", "sync", *of_server)
-    assert (done["n_records"], done["n_cached"]) == (len(RECORDS), 2)
-
-
 @pytest.mark.parametrize(
     "command", ["ask x", "inspect x", "serve --port 0 --collection notes", "store sync"]
 )
@@ -67,7 +59,7 @@ def test_an_address_that_is_none_and_a_server_that_is_not_there(town: Path, comm
     assert f"Chroma at 127.0.0.1:{port} cannot be reached" in line
 
 
-async def test_a_replica_asks_one_client_for_all_its_questions(
+async def test_a_server_asks_one_client_for_all_its_questions(
     town: Path, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """chromadb never lets go of a client of a server: one for each question would be a leak."""
@@ -80,7 +72,7 @@ async def test_a_replica_asks_one_client_for_all_its_questions(
         return make(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("samkv_integrations.chroma.client.client_of_server", counted)
-    app = pickle.loads(pickle.dumps(source_on(server, "served").replica))()
+    app = app_on(server, "served")
     asked = {"question": QUESTION, "top_k": 3, "max_tokens": 8}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -90,14 +82,3 @@ async def test_a_replica_asks_one_client_for_all_its_questions(
             assert found["samkv"]["reused"] == 3
             assert {source["text"] for source in found["sources"]} < {*TEXTS}
     assert len(made) == 1
-
-
-async def test_a_server_that_ends_is_the_services_fault(
-    town: Path, server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran("ingest", str(town), "--collection", "gone")
-    app = source_on(f"http://127.0.0.1:{free_port()}", "gone").replica()
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        reply = await client.post("/v1/samkv/ask", json={"question": QUESTION})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "store_error")

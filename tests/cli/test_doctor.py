@@ -19,7 +19,7 @@ from tests.cli.running import ran, rows_of, run
 @pytest.fixture(autouse=True)
 def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take longest, and have their own tests."""
-    monkeypatch.setattr(doctor, "SAMPLES", doctor.SAMPLES[:3])
+    monkeypatch.setattr(doctor, "QUESTIONS", doctor.QUESTIONS[:1])
 
 
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +21,10 @@ from tests.support.records import RECORDS
 
 
 def test_ingest_prefills_once(town: Path) -> None:
-    shown = ran("ingest", str(town))
+    result = run("ingest", str(town))
+    shown, bar = result.stdout, result.stderr
     assert "6 files, 6 chunks" in shown and "6 prefilled by builtin, 0 already cached" in shown
+    assert re.search(r"caching chunks: 100%.* (\d+)/\1 .* tokens/s", bar)
     assert "0 prefilled by builtin, 6 already cached" in ran("ingest", str(town))
     (row,) = rows_of("ingest", str(town))
     assert (row["files"], row["n_records"], row["n_cached"], row["n_hit"]) == (6, 6, 0, 6)
@@ -32,14 +35,11 @@ def test_ingest_prefills_once(town: Path) -> None:
     assert "6 chunks" in ran("store", "stats")
 
 
-def test_a_collection_is_of_one_model_and_dtype(town: Path, tiny: str) -> None:
+def test_another_model_takes_over_a_collection(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny, "--dtype", "float32")
-    one = str(town / "krasplex-systems.txt")
-    line = error_of("ingest", one, "--model", "builtin")
-    assert f"ingested with model {tiny}" in line and "leave the option out" in line
-    assert "ingested with dtype float32" in error_of("ingest", one, "--dtype", "bfloat16")
     assert "6 already cached" in ran("ingest", str(town))
     assert "6 prefilled by builtin" in ran("ingest", str(town), "--model", "builtin")
+    assert json.loads(ran("ask", "Who?", "--json"))["model"] == "builtin"
 
 
 def test_a_new_collection_is_of_the_folders_model(town: Path, tiny: str) -> None:
@@ -212,18 +212,6 @@ def test_the_records_of_documents_that_are_all_emptied_go(town: Path, tiny: str)
     assert names == ["documents"]
 
 
-def test_a_namespace_of_its_own(town: Path) -> None:
-    """Each has its caches, and neither finds the other's."""
-    folder, name = str(town), ("--collection", "letters")
-    (row,) = rows_of("ingest", folder, *name, "--namespace", "tenant-8")
-    assert row["n_cached"] > 0
-    question = f"How many people work at {RECORDS[0].name}?"
-    asked = ("ask", question, *name, "--method", "reuse")
-    (answered,) = rows_of(*asked, "--namespace", "tenant-8")
-    assert answered["found"] > 0 and answered["chunk_misses"] == {}
-    assert "--namespace" in error_of("store", "sync", *name)
-
-
 # -- on Ray, as far as it needs none ------------------------------------------------------------
 
 
@@ -249,13 +237,10 @@ def test_ray_is_an_extra(town: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -> None:
-    """Other bits are refused where other machines have the caches, and for a part of the files."""
+    """Other bits are refused where other machines have the caches."""
     ran("ingest", str(town), "--model", tiny)
     ran("store", "push", "--remote", Path("usb").absolute().as_uri())
     assert "remote tier" in error_of("ingest", str(town), "--store-bits", "8")
-    Path("more.txt").write_text("Another note, which is long enough to be cached.")
-    refused = error_of("ingest", "more.txt", "--store-bits", "8")
-    assert "ingested with --store-bits 4" in refused
     (row,) = rows_of("ask", RECORDS[0].question, "--method", "reuse")
     assert row["reused"] > 0
 
@@ -264,14 +249,11 @@ def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -
     ("given", "says"),
     [
         (["--model", "./nowhere"], "does not exist"),
-        (["--chunk-size", "0"], "at least 1 token"),
+        (["--chunk-size", "0"], "Invalid value for '--chunk-size'"),
         (["--chroma", "http://127.0.0.1:9"], "cannot be reached"),
     ],
 )
-def test_a_refused_ingest_leaves_no_folder(town: Path, given: list[str], says: str) -> None:
+def test_what_is_refused(town: Path, given: list[str], says: str) -> None:
     assert says in error_of("ingest", str(town), *given)
-    assert not Path(".samkv").exists()
-    Path(".samkv/kv").mkdir(parents=True)
-    (mine := Path(".samkv/mine")).write_text("")
-    error_of("ingest", str(town), *given)
-    assert mine.exists() and Path(".samkv/kv").exists()
+    (row,) = rows_of("ingest", str(town))
+    assert row["n_records"] == len(RECORDS)

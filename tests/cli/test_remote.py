@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.cache.files.folder import SECRET_VARIABLE
-from tests.cli.running import error_of, rows_of
+from tests.cli.running import rows_of
 from tests.support.records import RECORDS
 
 QUESTION = RECORDS[0].question
@@ -66,21 +66,3 @@ def test_push_and_pull(town: Path, remote: str, tmp_path: Path) -> None:
     (rest,) = rows_of("store", "pull", "--dir", folder, "--remote", remote)
     assert rest["n_chunks"] == 6 - some["n_chunks"]
     assert files_of("second/kv") == files_of(".samkv/kv")
-
-
-def test_shared_caches_are_not_forgotten_here_alone(town: Path, remote: str) -> None:
-    rows_of("ingest", str(town), "--remote", remote)
-    assert "give --remote" in error_of("store", "forget", "--text", RECORDS[0].text)
-
-
-def test_records_of_another_database_are_not_pruned(town: Path, remote: str) -> None:
-    rows_of("ingest", str(town), "--remote", remote)
-    (town / "other.txt").write_text("Something else.")
-    message = error_of("ingest", str(town / "other.txt"), "--dir", "third", "--remote", remote)
-    assert "the Chroma database" in message
-    assert f"in {remote} (" in message and "--chroma http://HOST:PORT" in message
-    (row,) = rows_of(
-        "ingest", str(town / "other.txt"), "--dir", "third", "--remote", remote,
-        "--namespace", "third",
-    )  # fmt: skip
-    assert row["n_cached"] == 1

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 from urllib.request import Request, urlopen
 
 import pytest
 
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.server import run as run_module
+from samkv_integrations.server import tenancy as tenancy_module
 from tests.cli.running import error_of, ran
 from tests.support.records import RECORDS
 
@@ -86,35 +88,19 @@ def test_it_answers_from_what_was_ingested_and_ends_what_it_began(documents: Pat
     assert process.returncode in (143, -signal.SIGTERM)
 
 
-@pytest.mark.slow  # another process; keys, names and ends are looked at in tests/server
-def test_keys_of_the_environment_another_name_and_a_quiet_end(working_folder: Path) -> None:
-    """One process, as each takes seconds to start."""
-    key = "sk-of-the-red-team"
-    keys = {KEYS_VARIABLE: f"{key} red; sk-of-the-blue-team blue"}
-    with serving("--name", "house/model", **keys) as (process, address):
-        asked = {"model": "house/model", "prompt": "Q:", "max_tokens": 1}
-        with pytest.raises(OSError, match="401"):
-            posted(address, "/v1/completions", asked)
-        with posted(address, "/v1/completions", asked, authorization=f"Bearer {key}") as reply:
-            assert json.load(reply)["model"] == "house/model"
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
-        said = process.stderr.read()
-        assert process.wait(PATIENCE_S) in (0, -signal.SIGINT)
-    assert "POST other 401" in said
-    assert "Traceback" not in said
-
-
 def test_namespaces_have_equal_parts_of_the_memory(
     working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[run_module.ServerSource] = []
-    monkeypatch.setattr(run_module, "run", lambda source, *_: served.append(source))
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(run_module, "run", lambda *_: None)
+    monkeypatch.setattr(
+        tenancy_module, "Tenancy", lambda *_, **options: served.append(options) or MagicMock()
+    )
     keys = Path("keys")
     keys.write_text("".join(f"sk-of-somebody-{n} {name}\n" for n, name in enumerate("aab")))
     ran("serve", "--port", "0", "--api-keys", str(keys), "--prefix-bytes", "1MB")
     ran("serve", "--port", "0", "--prefix-bytes", "1MB")
-    assert [source.options["prefix_bytes"] for source in served] == [500_000, 1_000_000]
+    assert [options["prefix_bytes"] for options in served] == [500_000, 1_000_000]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +119,7 @@ def test_namespaces_have_equal_parts_of_the_memory(
         (("--timeout", "0"), "--timeout 0"),
         (("--model", "nowhere/at-all"), "nowhere/at-all"),
         (("--namespace", "\udcff"), "namespace"),
+        (("--ray",), "'serve --ray' was removed; start several servers behind a load balancer"),
     ],
 )
 def test_what_it_does_not_begin_with(
@@ -144,15 +131,6 @@ def test_what_it_does_not_begin_with(
     monkeypatch.setattr(run_module.Server, "run", lambda *_: pytest.fail("it serves"))
     port = () if "--port" in arguments else ("--port", "0")
     assert message in error_of("serve", *port, *arguments)
-
-
-def test_a_collection_that_is_not_there(documents: Path) -> None:
-    assert "unknown collection 'letters'" in error_of("serve", "--collection", "letters")
-
-
-def test_a_collection_of_another_namespace(documents: Path) -> None:
-    line = error_of("serve", "--collection", "notes", "--namespace", "red")
-    assert "have their caches in namespace ''" in line
 
 
 def test_a_file_of_keys_and_the_variable(

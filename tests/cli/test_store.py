@@ -10,9 +10,8 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.link import ChromaLink
 from tests.cli.running import error_of, ran, rows_of, run
-from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.models import tiny_model
 
 
 def test_sync_mends_what_went_past_it(town: Path, tiny: str) -> None:
@@ -42,36 +41,6 @@ def test_sync_mends_what_went_past_it(town: Path, tiny: str) -> None:
     assert summary("--collection", "notes", "--collection", "documents", "--grace", "0") == [
         ("notes", 2, 0, 0, 1, 0), ("documents", 5, 0, 0, 0, 0),
     ]  # fmt: skip
-
-
-def test_sync_of_a_namespace(town: Path, tiny: str) -> None:
-    """Each namespace's collections get caches in their own, and in no other."""
-    ran("ingest", str(town), "--model", tiny)
-    database = Path(".samkv/chroma").resolve()
-    store = ChunkStore(".samkv/kv", namespace="tenant")
-    engine = Engine.from_pretrained(tiny, store)
-    link = ChromaLink(open_collection(database, "theirs", create=True), engine)
-    link.add(["a", "b"], ["A note of a tenant.", "Another one."], [[1.0]] * 2)
-    store.delete(store.keys()[0])
-    ours = ("store", "sync", "--model", tiny)
-    theirs = (*ours, "--namespace", "tenant")
-    assert "collection 'theirs' have their caches in namespace 'tenant'" in error_of(*ours)
-    assert "collection 'documents' have their caches in namespace ''" in error_of(*theirs)
-    assert ChunkStore(store.path).stats().n_chunks == 6  # and nothing of the tenant's
-    assert rows_of(*ours, "--collection", "documents")[0]["n_cached"] == 0
-    (row,) = rows_of(*theirs, "--collection", "theirs", "--grace", "0")
-    assert (row["n_cached"], row["n_linked"], row["n_pruned"]) == (1, 0, 0)
-    assert (store.stats().n_chunks, ChunkStore(store.path).stats().n_chunks) == (2, 6)
-
-
-def test_a_store_of_another_model_or_dtype(town: Path, tiny: str, working_folder: Path) -> None:
-    ran("ingest", str(town), "--model", tiny)
-    other = working_folder / "other"
-    hf_model("llama", seed=1).save_pretrained(other)
-    byte_tokenizer(bos=True).save_pretrained(other)
-    assert "weights is" in error_of("ask", "Who?", "--model", "other")
-    line = error_of("ask", "Who?", "--model", tiny, "--dtype", "bfloat16")
-    assert "dtype is 'bfloat16' here and 'float32' there" in line
 
 
 def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
@@ -181,11 +150,6 @@ class TestBudget:
         assert filled.index.budget() == (None, {})
         shown = ran(*budget)
         assert "all" in shown
-
-    @pytest.mark.parametrize("size", ["much", "-5", "20 parsecs", "9" * 400])
-    def test_says_what_a_size_is(self, working_folder: Path, size: str) -> None:
-        ChunkStore(".samkv/kv")
-        assert "such as 20GB" in error_of("store", "budget", f"--max-bytes={size}")
 
     def test_holds_during_an_ingest(self, town: Path, tiny: str) -> None:
         ran("ingest", str(town), "--model", tiny)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,30 +62,6 @@ def test_tune_says_when_nothing_is_enough_and_writes_nothing(town: Path) -> None
     shown = ran("tune", *FAST, *options)
     assert "Recommended: --method recompute: the time was over" in " ".join(shown.split())
     assert not Path(".samkv/kv", TUNED_FILE).exists()
-
-
-@pytest.mark.slow  # every setting answers a question
-def test_another_machine_tunes_on_caches_of_a_remote_tier(
-    town: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without one its chunks had no caches, and no question was left."""
-    monkeypatch.setenv("SAMKV_STORE_SECRET", "5a" * 32)
-    remote = ("--remote", f"file://{Path.cwd()}/bucket")
-    ran("ingest", str(town), "--collection", "town", *remote)
-    shutil.move(".samkv/kv", "first-machine")
-    questions = ("--questions", "town/questions.jsonl")
-    found = tuned("--collection", "town", "--minutes", "0.001", "--no-write", *questions, *remote)
-    assert {row["questions"] for row in found["rows"]} == {1}
-    assert list(Path(".samkv/kv").rglob("*.safetensors"))
-
-
-def test_a_broken_file_is_an_error_of_every_command_that_opens_the_caches(town: Path) -> None:
-    ran("ingest", str(town), "--collection", "town")
-    Path(".samkv/kv", TUNED_FILE).write_text(
-        "[models.builtin]\nmethod = 'magic'\n", encoding="utf-8"
-    )
-    for command in (("ask", "x"), ("tune", "--questions", "town/questions.jsonl")):
-        assert "unknown method 'magic'; known: a3" in error_of(*command, "--collection", "town")
 
 
 def test_options_without_a_method_are_of_the_default_one(town: Path) -> None:

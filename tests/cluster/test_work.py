@@ -14,8 +14,13 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.cluster.ingest import PROBE, CacheWorker, add_on_ray, cache_on_ray
-from samkv_integrations.cluster.workers import WorkerPool
+from samkv_integrations.cluster.ingest import (
+    PROBE,
+    CacheWorker,
+    WorkerPool,
+    add_on_ray,
+    cache_on_ray,
+)
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
 from samkv_integrations.errors import InvalidOption, StoreError

@@ -114,10 +114,10 @@ class StoreContract:
 
     def test_prefetch_changes_nothing(self, store: Store) -> None:
         chunk = chunk_for(store, 2, 30)
-        store.prefetch(chunk.key, TINY)  # absent
+        store.begin_to_fetch([chunk.key], TINY)  # absent
         assert store.keys() == []
         store.put(chunk)
-        store.prefetch(chunk.key, TINY)
+        store.begin_to_fetch([chunk.key], TINY)
         with store.open(chunk.key, TINY) as stored:
             stored.verify()
 

@@ -54,35 +54,27 @@ def counting(model: Model) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "missed", [[400, *[20] * 9], [1000, 10, 10, 10], [300, 200, 150, 100]], ids=str
-)
-def test_never_computes_more_than_full_prefill_where_missed_chunks_differ_in_length(
-    missed: list[int],
-) -> None:
-    """They stand one behind the other in a pass, without padding."""
-    cached = texts(4, 400)
-    chunks = [*cached, *(texts(1, n, seed=n + i)[0] for i, n in enumerate(missed))]
-    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
-    engine.cache_chunks(cached)
-    with counting(engine.model) as full:
-        engine.generate(prompt(chunks), chunks, method="recompute", max_new_tokens=1)
-    with counting(engine.model) as ours:
-        report = engine.generate(prompt(chunks), chunks, max_new_tokens=1).report
-    assert ours[0] <= full[0], report
-
-
-@pytest.mark.parametrize(
-    ("n_chunks", "n_tokens", "uncached", "cached"),
-    covering([1, 4, 16], [32, 96, 200], [20, 400], [0.0, 0.5, 1.0], times=4),
+    ("cached", "missed", "uncached"),
+    [
+        *(
+            (round(share * n_chunks) * [n_tokens], round((1 - share) * n_chunks) * [n_tokens], n)
+            for n_chunks, n_tokens, n, share in covering(
+                [1, 4, 16], [32, 96, 200], [20, 400], [0.0, 0.5, 1.0], times=4
+            )
+        ),
+        # missed chunks of several lengths stand one behind the other in a pass, without padding
+        *((4 * [400], each, 20) for each in ([400, *[20] * 9], [1000, 10, 10], [300, 200, 100])),
+    ],
+    ids=str,
 )
 def test_never_computes_more_than_full_prefill(
-    n_chunks: int, n_tokens: int, uncached: int, cached: float
+    cached: list[int], missed: list[int], uncached: int
 ) -> None:
     """What the costs promise holds for what is computed, missed chunks included."""
-    chunks = texts(n_chunks, n_tokens)
+    chunks = [texts(1, n, seed=place)[0] for place, n in enumerate([*cached, *missed])]
     asked = prompt(chunks, before=uncached // 2, after=uncached // 2)
     engine = engine_with(TOKENS_ONLY)
-    engine.cache_chunks(chunks[: round(cached * n_chunks)])
+    engine.cache_chunks(chunks[: len(cached)])
     with counting(engine.model) as full:
         engine.generate(asked, chunks, method="recompute", max_new_tokens=1, on_miss="text")
     for _ in range(2):

@@ -21,6 +21,7 @@ from benchmarks.right_answers import kl
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.upkeep import push, verify
+from samkv_integrations.model.quoting import RenderedPrompt
 from tests.cli.running import ran
 from tests.support.beginnings import CHUNKS, HEAD, QUESTION, opened, prompt_of
 from tests.support.covering import covering
@@ -353,6 +354,7 @@ def test_what_a_blended_pass_leaves_in_memory_is_exact(
         engine = Engine(model, store, method="reuse", exact_beginnings=False)
         engine.cache_chunks(CHUNKS)
         assert engine.generate(prompt, max_new_tokens=1).report.reused == 2
-        held.append(engine.prefixes._held[0])  # noqa: SLF001
+        ids = torch.tensor(model.tokenize_prompt(RenderedPrompt(prompt)))
+        held.append(engine.prefixes.find(engine.fingerprint.computed_by, ids))
     for plain, other in zip(held[0].keys, held[1].keys, strict=True):
         torch.testing.assert_close(plain, other, rtol=0.0, atol=0.0)

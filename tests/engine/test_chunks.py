@@ -10,7 +10,6 @@ import pytest
 import samkv_integrations.engine.chunks as module
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.models import tiny_model
 
 TEXT = "the mill of number one is at the mill, and it grinds"
@@ -36,15 +35,6 @@ def test_a_text_of_other_tokens_is_not_computed() -> None:
     assert engine.scheduler.run(lambda: computed({ids: forged})) == {}
     assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
     assert list(engine.scheduler.run(lambda: computed({ids: true}))) == [ids]
-
-
-def test_what_is_no_store_and_no_list_is_named() -> None:
-    with pytest.raises(InvalidOption, match=r"store='kv' is no store; give ChunkStore\('kv'\)"):
-        Engine(tiny_model(), "kv")  # type: ignore[arg-type]
-    engine = Engine(tiny_model(), MemoryStore())
-    for call in (engine.announce, engine.expect, lambda text: rag_prompt("Q?", text)):
-        with pytest.raises(InvalidOption, match="put it into a list"):
-            call(TEXT)
 
 
 class TestTexts:

@@ -114,15 +114,6 @@ def test_block_size_follows_the_first_chunks_and_then_the_store(tmp_path: Path) 
     assert second.fingerprint == first.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("tokens", "size"), [(20, 8), (256, 8), (512, 16), (1024, 32), (1280, 64), (4000, 64)]
-)
-def test_auto_block_size_keeps_anchors_at_about_a_tenth(tokens: int, size: int) -> None:
-    engine = Engine(tiny_model("llama"), prefix="bos")
-    engine.cache_chunks(["y" * tokens])
-    assert engine.fingerprint.block_size == size
-
-
 def test_chunks_that_cannot_be_cached(engine: Engine) -> None:
     with pytest.raises(InvalidChunk, match="holds no text"):
         engine.cache_chunks(["  \n "])

@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_leaves
 from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.formats.quantise import rotate
-from samkv_integrations.engine import chunks as engine_module
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.prefill import (
     entries_before,
     prefill,
 )
 from samkv_integrations.model.model import Model
-from tests.support.chunks import cache_of, decoded
+from tests.support.chunks import decoded
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model
 
@@ -177,51 +176,6 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
     (bare_keys, bare_values), (keys, values) = rows_of(bare), rows_of(alone)
     assert float((bare_values[1:] - values[1:]).abs().max()) > 0.1, "the prefix is seen"
     torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
-
-
-TEXTS = ["first chunk of words " * 4, "second", "a third one, longer than the others " * 6]
-
-
-class Counting:
-    """Stands for `prefill` and counts what passes through it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.chunks: list[str] = []
-        monkeypatch.setattr(engine_module, "prefill", self)
-
-    def __call__(self, model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:
-        self.chunks += [chunk.text for chunk in chunks]
-        return prefill(model, chunks, *rest)
-
-
-def test_what_is_cached_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Counting(monkeypatch)
-    engine = Engine(tiny_model("llama"), block_size=BLOCK)
-    keys = engine.cache_chunks(TEXTS)
-    assert sorted(counting.chunks) == sorted(text.strip() for text in TEXTS)
-    counting.chunks.clear()
-    assert engine.cache_chunks(TEXTS) == keys
-    assert engine.cache_chunks([f"  {TEXTS[1]}\n"])[0] == keys[1], (
-        "white space around is no difference"
-    )
-    assert counting.chunks == []
-    assert engine.cache_chunks([*TEXTS, "a fourth"])[:3] == keys
-    assert counting.chunks == ["a fourth"]
-
-
-@pytest.mark.parametrize("prefix", ["bos", "none"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_engine_prefills_after_its_prefix(family: str, prefix: str) -> None:
-    """Qwen has no BOS, so both policies are the same there."""
-    model = tiny_model(family)
-    engine = Engine(model, block_size=BLOCK, prefix=prefix, store_bits=16)
-    engine.cache_chunks([TEXTS[0]])
-    before = (1,) if prefix == "bos" and family == "llama" else ()
-    assert engine.prefix == before
-    cached = cache_of(engine, TEXTS[0])
-    ids = tuple(model.tokenize(TEXTS[0].strip(), special=False))
-    close = BATCHED if before else CLOSE
-    torch.testing.assert_close(rows_of(cached)[1], own(model, ids, before).values, **close)
 
 
 class Largest(TorchDispatchMode):

@@ -165,22 +165,6 @@ def test_an_answer_that_is_left_is_no_failure(
         assert attributes(span)["gen_ai.usage.input_tokens"] > 0
 
 
-def test_each_task_is_below_its_own_caller(engine: Engine, told: Told) -> None:
-    async def ask(prompt: str) -> Any:
-        with told.tracer.start_as_current_span("a caller") as caller:
-            answer = await engine.agenerate(prompt, max_new_tokens=2)
-        return caller, answer.report.prompt_tokens
-
-    async def both() -> Any:
-        return await asyncio.gather(ask(PROMPT), ask(TEXTS[0]))
-
-    asked = asyncio.run(both())
-    assert len(told.answers) == 2
-    for caller, n_tokens in asked:
-        (span,) = [span for span in told.answers if is_below(span, caller)]
-        assert attributes(span)["gen_ai.usage.input_tokens"] == n_tokens
-
-
 def failing(engine: Engine, steps: Steps) -> None:
     def fail() -> None:
         raise MemoryError(MARK)

@@ -174,14 +174,6 @@ def test_a_file_of_something_else_is_not_replaced(tmp_path: Path, text: str) -> 
     assert (tmp_path / TUNED_FILE).read_text(encoding="utf-8") == text
 
 
-def test_a_broken_entry_is_an_error_for_every_model(tmp_path: Path) -> None:
-    (tmp_path / TUNED_FILE).write_text("[models.broken]\nmetod = 'x'\n", encoding="utf-8")
-    with pytest.raises(InvalidOption, match="models.'broken'.metod; allowed: method"):
-        Engine(tiny_model("llama"), ChunkStore(tmp_path))
-    with pytest.raises(InvalidOption, match="models.'broken'.metod"):
-        write_tuned(tmp_path, SETTING)
-
-
 def test_windows_editors_begin_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = write_tuned(tmp_path, SETTING)
     file.write_text(file.read_text(encoding="utf-8"), encoding="utf-8-sig")

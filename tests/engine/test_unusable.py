@@ -78,15 +78,6 @@ class TestAnnounced:
         (message,) = said(caplog)
         assert "1 chunks were retrieved" in message and TEXT[:8] not in message
 
-    def test_a_part_of_one_is_enough(
-        self, engine: Engine, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        engine.announce([TEXT])
-        report = engine.generate(f"Read: {TEXT[10:40]}", max_new_tokens=1).report
-        assert (report.context_tokens, report.found) == (30, 1) and said(caplog) == []
-        engine.generate("A prompt that nothing was announced for.", max_new_tokens=1)
-        assert said(caplog) == []
-
     def test_it_is_an_error_if_misses_are(self, engine: Engine) -> None:
         engine.announce([TEXT])
         with pytest.raises(ChunkNotCached, match="no 16 tokens in a row of any retrieved chunk"):

@@ -32,7 +32,7 @@ from samkv_integrations.eviction import (
     StreamingLLM,
     get_eviction,
 )
-from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen, best_of_heads
+from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen
 from samkv_integrations.model.attention import attention
 from tests.support.asking import ask
 from tests.support.covering import covering
@@ -188,26 +188,6 @@ def test_what_a_rule_keeps(
     assert rule.budget_tokens is not None
     found = by_hand(*wanted).evicted(rule, rule.budget_tokens)
     assert found == [[after_prompt], [after_step or after_prompt | {12}]]
-
-
-def test_heads_that_share_get_the_union_and_then_the_next_best() -> None:
-    # both heads want entry 0 most; of those that come second entry 2 has the larger sum, of those
-    # that come third entry 5
-    scores = torch.tensor([[[9.0, 8, 1, 0, 2, 7.5], [9, 0, 8.5, 1, 7, 2]]])
-    for count, expected in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 5])):
-        assert best_of_heads(scores, count).tolist() == [expected]
-    assert best_of_heads(scores, 6).tolist() == [[0, 1, 2, 3, 4, 5]]
-
-
-def test_attention_is_the_same_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case.of(0, 30, 0, (4, 2), 0.6)
-    at = torch.tensor(case.computed)
-    seen = Seen(query=case.query[:, at], slots=at, keys=case.keys, scaling=0.3)
-    (whole,) = seen.weights(5)
-    monkeypatch.setattr("samkv_integrations.eviction.base.TILE", 4 * 30 * 3)
-    tiles = list(seen.weights(5))
-    assert len(tiles) > 2 and max(tile.shape[2] for tile in tiles) == 3
-    torch.testing.assert_close(torch.cat(tiles, dim=2), whole)
 
 
 def test_a_share_is_one_of_the_logical_prompt_and_never_too_small() -> None:
@@ -499,7 +479,6 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
         (lambda: SnapKV(budget_ratio=0.2, window=0), "window=0 of 'snapkv'.* from 1 on"),
         (lambda: SnapKV(budget_ratio=0.2, kernel=0), "kernel=0 of 'snapkv'"),
         (lambda: SnapKV(budget_ratio=0.2, kernel=4), "must be odd.* give 3 or 5"),
-        (lambda: SnapKV(budget_ratio=0.2, pooling="mean"), "'mean' .*allowed: max, average"),
         (lambda: PyramidKV(budget_ratio=0.2, beta=0), "beta=0 of 'pyramidkv'"),
         (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* at least 33"),
         (lambda: SageKV(budget_tokens=3), "at least 4 entries"),
@@ -543,7 +522,6 @@ def test_any_rule_keeps_to_its_budget(data: st.DataObject) -> None:
     if name in ("snapkv", "pyramidkv"):
         options["window"] = draw(st.integers(1, 8))
         options["kernel"] = draw(st.sampled_from([1, 3, 7, 15]))
-        options["pooling"] = draw(st.sampled_from(["max", "average"]))
     smallest = CLASSES[name](budget_ratio=0.5, **options).min_tokens
     rule = CLASSES[name](budget_tokens=draw(st.integers(smallest, 40)), **options)
     heads = draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))

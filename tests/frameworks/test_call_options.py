@@ -55,10 +55,6 @@ class TestTimeout:
             ):
                 call()
 
-    def test_is_no_part_of_what_cached_answers_are_kept_under(self, engine: Engine) -> None:
-        params = [ChatSamKV(engine=engine, timeout=at)._identifying_params for at in (None, 60)]
-        assert params[0] == params[1]
-
 
 class TestWithoutEffect:
     """Code for transformers gives them; an error would be of no use to anybody."""

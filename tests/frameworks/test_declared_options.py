@@ -1,6 +1,5 @@
 """An option is declared once: fields, flags, arguments and the reference are made of it."""
 
-import ast
 import importlib
 import inspect
 import sys
@@ -12,12 +11,11 @@ import pytest
 import typer
 
 from langchain_samkv import ChatSamKV, SamKV
-from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
+from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.engine import options
-from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.llm import fields
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.option import declared
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
@@ -53,7 +51,7 @@ class TestAllThatThereAre:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
         flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
-        assert flags == {"exact_beginnings"} <= known
+        assert flags == {"exact_beginnings", "hot_bytes"} <= known
 
     def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
         for group in ("ModelOptions", "StoreOptions", "EngineOptions", "OwnAnswerOptions"):
@@ -87,14 +85,6 @@ def test_a_saved_llm_goes_on_with_an_engine_that_has_none(tmp_path: Path) -> Non
     assert SamKVLLM.from_dict(saved, engine=engine).engine is engine
 
 
-def test_defaults_that_a_wrapper_passes_along_are_none(tmp_path: Path) -> None:
-    engine = Engine.from_pretrained("builtin", ChunkStore(tmp_path / "kv"))
-    made = SamKVCacheTransform(engine=engine, device_map="auto", dtype="auto", kv_dir=None)
-    assert made.store_id == SamKVCacheTransform(engine=engine).store_id
-    with pytest.raises(UnknownOption, match="egine.*engine"):
-        SamKVCacheTransform(egine=engine)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("kind", LLMS)
 def test_fields_keep_their_types_in_schemas_and_read_texts(kind: Any) -> None:
     fields = kind.model_fields
@@ -103,16 +93,9 @@ def test_fields_keep_their_types_in_schemas_and_read_texts(kind: Any) -> None:
     assert "str" in str(fields["method"].annotation)
 
 
-def test_type_checkers_are_told_of_the_same_fields() -> None:
-    """They cannot see how the fields are made."""
-    tree = ast.parse(Path(inspect.getfile(fields)).read_text(encoding="utf-8"))
-    (told,) = (
-        node for node in tree.body if isinstance(node, ast.If) and "CHECKING" in ast.dump(node.test)
-    )
-    for node in told.body:
-        assert isinstance(node, ast.ClassDef)
-        rows = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-        named = {row.target.id: ast.literal_eval(row.value) for row in rows}  # type: ignore[attr-defined, arg-type]
-        made = getattr(fields, node.name).model_fields
-        defaults = {n: each.get_default(call_default_factory=True) for n, each in made.items()}
-        assert named == defaults
+@pytest.mark.parametrize("name", OF_LLMS)
+def test_fields_have_the_declared_defaults(name: str) -> None:
+    """Of what an engine has as well, the default is None: the engine's."""
+    of_engines = declared(options.EngineOptions).keys() - declared(options.OwnAnswerOptions).keys()
+    found = SamKVLLM.model_fields[name].get_default(call_default_factory=True)
+    assert found == (None if name in of_engines else OF_LLMS[name].default)

@@ -89,22 +89,3 @@ def test_all_of_it_is_cached_in_one_go(
     assert set(engine.store.keys()) == {other, *map(engine.key_of, TEXTS)}
     assert engine.found_in("\n\n".join(TEXTS)) == TEXTS
     assert store.kv_link.sync().n_cached == 0
-
-
-def test_nothing_to_warn_of(
-    tmp_path: Path, engine: Engine, opened: Opened, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An empty collection, one without texts, one that is cached in part."""
-    with caplog.at_level(logging.WARNING, LOGGER):
-        for name, rows in (
-            ("none", {}),
-            ("bare", {"a": None, "b": " "}),
-            ("long", {"a": "words " * 5000}),
-            ("half", {"a": TEXTS[0], "b": TEXTS[1]}),
-        ):
-            collection = open_collection(tmp_path / "chroma", name, create=True)
-            add_raw(ChromaLink(collection, engine), rows)
-            if name == "half":
-                engine.cache_chunks([TEXTS[1]])
-            opened(collection, engine)
-    assert not caplog.records

@@ -17,7 +17,7 @@ import samkv_integrations.llm.engine_args as engine_args
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from tests.support.models import tiny_model
@@ -63,7 +63,10 @@ def test_no_folder_is_made_where_no_model_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])
 def test_what_is_for_a_folder_needs_one(kind: Any, tmp_path: Path) -> None:
-    for given in ({"max_bytes": "20GB"}, {"kv_remote": "file:///x"}, {"exact_beginnings": True}):
+    for given in (
+        {"max_bytes": "20GB"}, {"kv_remote": "file:///x"}, {"exact_beginnings": True},
+        {"hot_bytes": 2**20},
+    ):  # fmt: skip
         with pytest.raises(InvalidOption, match=f"^{next(iter(given))}=.*give kv_dir as well"):
             kind(model_name="builtin", **given)
     assert kind(model_name="builtin", exact_beginnings=False).engine.exact_beginnings is False
@@ -71,12 +74,6 @@ def test_what_is_for_a_folder_needs_one(kind: Any, tmp_path: Path) -> None:
     assert llm.engine.store.index.budget()[0] == 20 * 10**9
     with pytest.raises(InvalidOption, match="max_bytes='20GX'; give a number of bytes"):
         kind(model_name="builtin", kv_dir=tmp_path / "kv", max_bytes="20GX")
-
-
-@pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])
-def test_the_dtype_of_transformers_has_another_name(kind: Any) -> None:
-    with pytest.raises(UnknownOption, match="'torch_dtype' is no argument of .*: give dtype"):
-        kind(model_name="builtin", torch_dtype="float32")
 
 
 @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import EVICTIONS, Quest
-from samkv_integrations.methods import METHODS
 from samkv_integrations.model.loading import load_model
 from tests.support.records import TEXTS, builtin
 
@@ -80,7 +77,9 @@ class TestNamespace:
         """Without it the LLM that came back looked into another tenant's caches."""
         llm = SamKVLLM(engine=engine_of(kv, namespace="tenant"))
         llm.engine.cache_chunks([TEXT])
-        again = SamKVLLM.from_dict(json.loads(llm.to_json()))
+        data = json.loads(llm.to_json())
+        assert data.pop("needs_engine")  # the user says that the defaults will do
+        again = SamKVLLM.from_dict(data)
         assert again.engine is not llm.engine and again.namespace == "tenant"
         assert again.engine.key_of(TEXT) == llm.engine.key_of(TEXT)
         assert again.engine.is_cached(TEXT)
@@ -92,7 +91,7 @@ class TestNamespace:
         llm = kind(engine=engine_of(kv, namespace="tenant", method="reuse"), max_tokens=4)
         chosen = llm.configurable_fields(max_tokens=ConfigurableField(id="n"))
         made, _ = chosen.prepare({"configurable": {"n": 1}})
-        assert (made.namespace, made.max_tokens, made.method) == ("tenant", 1, "reuse")
+        assert (made.namespace, made.max_tokens) == ("tenant", 1)
         assert made.engine is llm.engine
         dumped = json.dumps(dumpd(llm))
         assert "namespace='tenant'" in dumped and "not_implemented" in dumped
@@ -111,59 +110,34 @@ class TestNamespace:
 
 
 class TestTheRestOfAnEngine:
-    @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
-            ({}, (None, None)),
-            ({"method": "auto"}, (None, None)),
-            ({"method": "recompute"}, ("recompute", None)),
-            ({"method": METHODS["reuse"], "eviction": "h2o"}, ("reuse", "h2o")),
-            ({"eviction": EVICTIONS["snapkv"]}, (None, "snapkv")),
-            ({"eviction": "none"}, (None, "none")),
-        ],
-    )
-    def test_method_and_eviction_are_written(
-        self, kv: Path, options: dict[str, Any], expected: tuple[str | None, str | None]
-    ) -> None:
-        llm = SamKVLLM(engine=engine_of(kv, **options))
-        assert (llm.method, llm.eviction) == expected
-        again = SamKVLLM.from_dict(llm.to_dict())
-        assert (again.method, again.eviction) == expected
+    def test_method_and_eviction_are_the_engines_if_the_llm_has_none(self, kv: Path) -> None:
+        llm = SamKVLLM(engine=engine_of(kv, method="reuse", eviction="h2o"), max_new_tokens=2)
+        assert (llm.method, llm.eviction) == (None, None)
+        llm.complete("Hello")
+        assert llm.last_report is not None
+        assert (llm.last_report.method, llm.last_report.eviction) == ("reuse", "h2o")
         own = SamKVLLM(engine=llm.engine, method="epic", eviction="quest")
         assert (own.method, own.eviction) == ("epic", "quest")
 
     def test_the_dtype_is_the_engines(self, kv: Path) -> None:
         model = load_model("builtin", device="cpu", dtype="bfloat16")
         llm = SamKVLLM(engine=Engine(model, ChunkStore(kv)))
-        again = SamKVLLM.from_dict(llm.to_dict())
-        assert again.engine.key_of(TEXT) == llm.engine.key_of(TEXT)
+        data = llm.to_dict()
+        del data["needs_engine"]
+        assert SamKVLLM.from_dict(data).engine.key_of(TEXT) == llm.engine.key_of(TEXT)
 
-    @pytest.mark.parametrize(
-        ("name", "options"),
-        [
-            ("prefix", {"prefix": "none"}),
-            ("prefix", {"prefix_text": "You answer from documents."}),
-            ("block_size", {"block_size": 16}),
-            ("eviction", {"eviction": Quest(budget_ratio=0.5)}),
-            ("method", {"method": replace(METHODS["reuse"], name="mine")}),
-            (
-                "method",
-                {"method": replace(METHODS["samkv-guided"], eviction=Quest(budget_ratio=0.1))},
-            ),
-        ],
-    )
     @pytest.mark.parametrize("way", [lambda llm: llm, lambda llm: pickle.loads(pickle.dumps(llm))])
-    def test_what_cannot_be_written_is_refused(
-        self, kv: Path, name: str, options: dict[str, Any], way: Callable[[SamKVLLM], SamKVLLM]
+    def test_an_engine_cannot_be_written_and_is_asked_for(
+        self, kv: Path, way: Callable[[SamKVLLM], SamKVLLM]
     ) -> None:
-        """An LLM without it would find no caches, or answer otherwise, and not say so."""
-        llm = SamKVLLM(engine=engine_of(kv, **options), max_new_tokens=2)
+        """An LLM without it could find no caches, or answer otherwise, and not say so."""
+        llm = SamKVLLM(engine=engine_of(kv, prefix="none"), max_new_tokens=2)
         data = json.loads(way(llm).to_json())
-        with pytest.raises(InvalidOption, match=f"whose {name} no dictionary.*give it to from_dic"):
+        with pytest.raises(InvalidOption, match="made on an engine.*give it to from_dict"):
             SamKVLLM.from_dict(data)
         again = SamKVLLM.from_dict(data, engine=llm.engine)
         assert again.engine is llm.engine and again.to_dict() == data
-        del data["engine_only"]
+        del data["needs_engine"]
         assert SamKVLLM.from_dict(data).engine.fingerprint.weights
 
     def test_events_and_calls_go_on(self, kv: Path) -> None:

@@ -161,12 +161,26 @@ def test_what_is_no_call_is_text(form: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "inside", ['{"name": "find_town", "argu', '{"arguments": {}}', '{"name": "x", "arguments": 3}']
+    "inside",
+    [
+        '{"name": "find_town", "argu',
+        '{"arguments": {}}',
+        '{"name": "find_town", "arguments": 3}',
+        '{"name": "find_river", "arguments": {}}',
+    ],
 )
-def test_a_broken_call_keeps_its_text(inside: str) -> None:
-    found = use().read(f"I look. <tool_call>{inside}</tool_call>")
-    assert found.text == "I look." and not found.calls
-    assert found.broken == (f"<tool_call>{inside}</tool_call>",)
+def test_a_broken_call_keeps_its_text_and_place(inside: str) -> None:
+    broken = f"<tool_call>{inside}</tool_call>"
+    found = use().read(f"I look. {broken}")
+    assert (found.text, found.calls, found.broken) == ("I look.", (), (broken,))
+    found = use().read(f"<tool_call>{CALL}</tool_call>I look. {broken} Done.")
+    assert (found.full_text, len(found.calls)) == (f"I look. {broken} Done.", 1)
+
+
+def test_the_name_of_a_tag_is_text() -> None:
+    answer = "A call stands in <tool_call> and </tool_call>, `<tool_call>name</tool_call>`."
+    found = use().read(answer)
+    assert (found.full_text, found.calls, found.broken) == (answer, (), ())
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])

@@ -5,10 +5,6 @@ An error that is not found any more is one too: mypy is strict, and warns of an 
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
-
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 
@@ -25,7 +21,7 @@ def right() -> tuple[str, int | None]:
         model_name="builtin", max_new_tokens=16, context_window=600, timeout=5, kv_dir="kv",
         generate_kwargs={"stop": ["x"]}, stopping_ids=[5], system_prompt="Be brief.",
     )  # fmt: skip
-    SamKVCacheTransform(model_name=Path("m"), kv_dir="kv", dtype=torch.bfloat16, max_bytes="20GB")
+    SamKVCacheTransform(llm=llm, show_progress=True)
     SamKVLLM(engine=llm.engine, query_wrapper_prompt="<{query_str}>")
     return chat.model + chat.model_name, chat.max_new_tokens
 

@@ -114,7 +114,7 @@ FUTURES = {
 
 EAGER = {
     "samkv-guided": {"recompute": GuidedRecompute(first=16)},
-    "epic": {"recompute": EpicRecompute(first=12, last=6)},
+    "epic": {"recompute": EpicRecompute(first=12)},
     "cacheblend": {"recompute": CacheblendRecompute(ratio=0.4)},
     "a3": {"recompute": A3Recompute(ratio=0.4, layer=0)},
 }

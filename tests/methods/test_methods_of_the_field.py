@@ -175,31 +175,28 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
 
 
 def test_epic_by_hand() -> None:
-    """The first chunk is exact here; of the second, six tokens long, ends may meet."""
+    """The first chunk is exact here."""
     layout = layout_of((5, 6, 20))
     keep = torch.ones(1, layout.n_blocks, dtype=torch.bool)
 
-    def rows(**options: Any) -> set[int]:
-        found = EpicRecompute(**options).choose(
+    def rows(first: int) -> set[int]:
+        found = EpicRecompute(first=first).choose(
             Selection(keep=keep), SelectionInputs(n_layers=1), layout
         )
         return sets(found)[0]
 
-    assert rows(first=2) == {5, 6, 11, 12}
-    assert rows(first=2, last=1) == {5, 6, 10, 11, 12, 30}
-    assert rows(first=4, last=4) == {*range(5, 11), *range(11, 15), *range(27, 31)}
-    assert rows(ratio=0.25) == {5, 6, *range(11, 16)}
+    assert rows(2) == {5, 6, 11, 12}
     keep[0, 2] = False  # tokens 5 to 8
-    assert rows(first=5) == {9, *range(11, 16)}
+    assert rows(5) == {9, *range(11, 16)}
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_epic_reports_what_it_computes(prompt: str) -> None:
     engine, exact = engine_of("llama"), prompt != "after a text"
-    for first, last in ((16, 0), (3, 2), (0, 5)):
-        method = changed("epic", first=first, last=last)
+    for first in (16, 3, 0):
+        method = changed("epic", first=first)
         _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, method)
-        count = sum(min(len(t), first + last) for t in CHUNKS[int(exact) :])
+        count = sum(min(len(t), first) for t in CHUNKS[int(exact) :])
         report = query.report
         assert report.recompute_ratio == pytest.approx(count / query.layout.n_context)
         assert report.kept_ratio == 1.0 and report.probe_s == 0.0
@@ -265,8 +262,7 @@ def test_ape_reads_its_shared_prefix_once() -> None:
         (CacheblendRecompute, "ratio", None, "between 0 and 1"),
         (A3Recompute, "ratio", math.inf, "between 0 and 1"),
         (A3Recompute, "layer", -3, "0 or more"),
-        (EpicRecompute, "last", -2, "0 or more"),
-        (EpicRecompute, "ratio", math.nan, "between 0 and 1"),
+        (EpicRecompute, "first", -2, "0 or more"),
         (ApeAttention, "temperature", 0, "above 0"),
         (ApeAttention, "scale", -0.1, "0 or more"),
         (GuidedRecompute, "matched", -1, "0 or more"),
@@ -340,12 +336,7 @@ recomputations = st.one_of(
     st.just(RecomputeAll()),
     st.builds(CacheblendRecompute, ratio=share, layer=st.integers(0, 5)),
     st.builds(A3Recompute, ratio=share, layer=st.integers(0, 5)),
-    st.builds(
-        EpicRecompute,
-        first=st.integers(0, 20),
-        last=st.integers(0, 20),
-        ratio=st.none() | share,
-    ),
+    st.builds(EpicRecompute, first=st.integers(0, 40)),
     st.builds(SamkvRecompute, anchors=st.booleans(), outliers=st.booleans()),
     st.builds(
         GuidedRecompute,

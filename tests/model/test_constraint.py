@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from jsonschema import validate
 
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption, MissingExtra, TimedOut
+from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, TimedOut
 from samkv_integrations.model import sampling
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import JsonConstraint, SchemaReader, check_json_schema
@@ -289,6 +290,15 @@ def test_a_namespace_does_not_learn_what_another_has_read(monkeypatch: pytest.Mo
     for asked in (one, one, other, other):
         asked.generate(PROMPT, json_schema=SCHEMAS["either"], max_new_tokens=2)
     assert len(read) == 2
+
+
+def test_a_killed_reader_says_nothing_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, killed = SchemaReader(), subprocess.CompletedProcess[bytes]([], -9)
+    with monkeypatch.context() as once:
+        once.setattr(subprocess, "run", lambda *_, **__: killed)
+        with pytest.raises(Overloaded, match=r"was killed \(signal 9\); ask again"):
+            reader.check("quick")
+    reader.check("quick")
 
 
 def test_thousands_of_tiny_multiples_are_refused_at_once() -> None:

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from samkv_integrations import Engine, MemoryStore
-from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
+from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.model import loading, packed_weights
 from samkv_integrations.model.gguf_file import GgufFile
 from samkv_integrations.model.loading import load_model
@@ -24,7 +24,6 @@ from samkv_integrations.model.packed_weights import (
     FileMatrix,
     Int4Matrix,
     OpenFile,
-    PackedLinear,
     kernels_work,
     pack,
     packed_bytes,
@@ -104,28 +103,6 @@ class TestMatrices:
         assert torch.equal(found.view(torch.int32), values.view(torch.int32))  # signs of zeros too
         assert torch.equal(matrix.rows_at([5, 143, 5]), values[[5, 143, 5]])
 
-    def test_rows_in_another_order(self, tmp_path: Path) -> None:
-        order = torch.randperm(144)
-        matrix, values = matrix_of(Kind.Q4_K, tmp_path, order)
-        assert torch.equal(unpacked(matrix, torch.float32), values[order])
-        x = torch.randn(1, 256).bfloat16()
-        expected = x.float() @ values[order].T
-        assert (pack(matrix).product(x).float() - expected).norm() / expected.norm() < 0.008
-
-    def test_a_large_matrix_is_multiplied_in_blocks(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        matrix, values = matrix_of(Kind.Q6_K, tmp_path)
-        x, bias = torch.randn(20, 256).bfloat16(), torch.randn(144).bfloat16()
-        expected = torch.nn.functional.linear(x, values.bfloat16(), bias)
-        layer = PackedLinear(
-            pack(matrix), matrix, torch.nn.Parameter(bias), packed_weights.Buffer()
-        )
-        assert torch.equal(layer(x), expected)
-        monkeypatch.setattr(packed_weights, "MOST_WHOLE", 1)
-        monkeypatch.setattr(packed_weights, "BLOCK_NUMBERS", 64 * 256)
-        torch.testing.assert_close(layer(x), expected)
-
     def test_a_file_that_is_changed_or_cut(self, tmp_path: Path) -> None:
         matrix, _ = matrix_of(Kind.Q8_0, tmp_path)
         path = tmp_path / "blocks"
@@ -136,12 +113,6 @@ class TestMatrices:
             file.truncate(1000)
         with pytest.raises(ModelNotFound, match="changed after the model was loaded"):
             matrix.rows(0, 144)
-
-    def test_a_type_that_cannot_be_dequantised(self, tmp_path: Path) -> None:
-        (tmp_path / "blocks").write_bytes(bytes(10_000))
-        matrix = FileMatrix(OpenFile(tmp_path / "blocks"), 0, Kind.I8, (10, 256), None)
-        with pytest.raises(UnsupportedModel, match="type I8, which .* Q4_K_M"):
-            matrix.rows(0, 10)
 
 
 def load(path: Path, **options: Any) -> Model:

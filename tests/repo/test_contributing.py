@@ -43,17 +43,15 @@ def engine() -> Engine:
 def test_its_limits_are_methods_that_are_known(
     engine: Engine, example: Any, last: int, other: str
 ) -> None:
-    method = replace(example.tail(), recompute=example.TailRecompute(last=last))
+    method = replace(example.TAIL, recompute=example.TailRecompute(last=last))
     found = engine.logits(PROMPT, CHUNKS, method=method)
     expected = engine.logits(PROMPT, CHUNKS, method=other)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
-    assert not torch.allclose(
-        found, engine.logits(PROMPT, CHUNKS, method=example.tail()), atol=1e-3
-    )
+    assert not torch.allclose(found, engine.logits(PROMPT, CHUNKS, method=example.TAIL), atol=1e-3)
 
 
 def test_it_recomputes_what_it_says(engine: Engine, example: Any) -> None:
-    report = engine.generate(PROMPT, CHUNKS, method=example.tail(), max_new_tokens=2).report
+    report = engine.generate(PROMPT, CHUNKS, method=example.TAIL, max_new_tokens=2).report
     assert report.recompute_ratio == 16 * len(CHUNKS) / report.context_tokens
     assert (report.method, report.ran, report.reused) == ("tail", "tail", len(CHUNKS))
 
@@ -62,6 +60,6 @@ def test_what_is_exact_and_what_the_prompt_does_not_hold_is_left_alone(example: 
     engine = Engine(tiny_model(), store_bits=16, prefix="bos")
     engine.cache_chunks(CHUNKS)
     prompt = f"{CHUNKS[0]} and {CHUNKS[1]} and {CHUNKS[2][:40]} Where is the inn?"
-    report = engine.generate(prompt, method=example.tail(), max_new_tokens=2).report
+    report = engine.generate(prompt, method=example.TAIL, max_new_tokens=2).report
     assert report.reused == 3
     assert round(report.recompute_ratio * report.context_tokens) == 16  # of the second chunk alone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 
 from samkv_integrations import Engine
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.errors import StoreError
 from samkv_integrations.server import chunks as routes
 from tests.support.records import TEXTS
 from tests.support.served_town import BLUE, KEYS, RED, Town
@@ -58,17 +55,6 @@ async def test_a_text_that_cannot_be_cached_is_named(town: Town, text: str, why:
     assert error["param"] == "texts.1" and why in error["message"]
     assert error["message"].endswith("; no text was cached")
     assert (await town.json("GET", PATH))["chunks"] == 0
-
-
-async def test_a_store_that_fails_is_the_servers_fault(
-    town: Town, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: ChunkStore, chunk: Any) -> None:
-        raise StoreError("the disk is full")
-
-    monkeypatch.setattr(ChunkStore, "put", full)
-    error = await town.error(500, "POST", PATH, {"texts": TEXTS[:3]})
-    assert error["code"] == "store_error" and "disk" not in json.dumps(error)
 
 
 @pytest.mark.parametrize(

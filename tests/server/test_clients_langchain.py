@@ -11,12 +11,11 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI
 
 from langchain_samkv import OfflineEmbeddings
 from tests.support.live_server import (
     ASKED,
-    COMPLETION,
     KEY,
     MAX_TOKENS,
     QUESTION,
@@ -66,15 +65,6 @@ async def test_ainvoke_and_astream(llm: ChatOpenAI, expected: str) -> None:
     assert answer.text == expected
     check_reused(answer)
     assert "".join([chunk.text async for chunk in llm.astream(QUESTION)]) == expected
-
-
-def test_the_llm_of_plain_strings(live: LiveServer) -> None:
-    llm = OpenAI(
-        model="builtin", base_url=live.url, api_key=KEY, max_tokens=MAX_TOKENS, temperature=0,
-        max_retries=0,
-    )  # fmt: skip
-    assert llm.invoke(COMPLETION) == live.answer(COMPLETION)
-    assert "".join(llm.stream(COMPLETION)) == live.answer(COMPLETION)
 
 
 def test_a_chain_over_a_plain_chroma(llm: ChatOpenAI, live: LiveServer, tmp_path: Path) -> None:

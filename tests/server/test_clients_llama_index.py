@@ -55,13 +55,6 @@ def test_chat(llm: OpenAILike, expected: str) -> None:
     assert answer.raw.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_stream_chat(llm: OpenAILike, expected: str) -> None:
-    answers = list(llm.stream_chat(MESSAGES))
-    assert "".join(answer.delta or "" for answer in answers) == expected
-    assert answers[-1].message.content == expected
-    check_reused(answers[-1].raw)
-
-
 async def test_achat_and_astream_chat(llm: OpenAILike, expected: str) -> None:
     answer = await llm.achat(MESSAGES)
     assert answer.message.content == expected

@@ -28,7 +28,6 @@ HEADERS = {
 }
 
 USER = {"role": "user", "content": "Who are you?"}
-TASK = "### Task:\nGenerate a concise title.\n### Chat History:\n<chat_history>\n</chat_history>"
 
 
 @pytest.fixture
@@ -80,25 +79,6 @@ def test_documents_as_its_template_of_retrieval_writes_them(web_ui: httpx.Client
     body = {"stream": True, "model": "builtin", "messages": [{"role": "user", "content": content}]}
     events = events_of(web_ui.post("/chat/completions", json=body).raise_for_status())
     assert events[-1]["samkv"]["reused"] == len(TEXTS)
-
-
-@pytest.mark.parametrize(
-    "limit",
-    [
-        {
-            "max_tokens": 1000
-        },  # titles; of the field that it renames for servers that are not OpenAI's
-        {"max_completion_tokens": 1000},
-        {},  # tags, follow-up questions, search queries
-    ],
-)
-def test_titles_and_tags(web_ui: httpx.Client, limit: dict[str, int]) -> None:
-    messages = [{"role": "user", "content": TASK}]
-    # the stop is ours: the built-in model would go on to the thousandth token
-    body = {"model": "builtin", "messages": messages, "stream": False, "stop": [" "], **limit}
-    reply = web_ui.post("/chat/completions", json=body).raise_for_status().json()
-    assert isinstance(reply["choices"][0]["message"]["content"], str)
-    assert reply["usage"]["completion_tokens"] > 0
 
 
 def test_its_own_tools_are_refused_by_name(web_ui: httpx.Client) -> None:

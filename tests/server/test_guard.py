@@ -144,6 +144,32 @@ async def test_where_the_store_lies_goes_to_the_log_alone(
         caplog.clear()
 
 
+TURNS = {"model": "tiny", "messages": [{"role": "user", "content": "Q?"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ASKED | {"prompt": "word " * 9_000}),
+        ("/v1/completions", ASKED | {"max_tokens": 90_000}),
+        ("/v1/completions", {"model": "tiny", "prompt": "word " * 9_000, "stream": True}),
+        ("/v1/completions", ASKED | {"model": "/srv"}),
+        ("/v1/chat/completions", TURNS | {"tools": [TOOL]}),
+        ("/v1/responses", {"model": "tiny", "input": "word " * 9_000}),
+        ("/v1/samkv/chunks", {"texts": ["word " * 9_000]}),
+    ],
+)
+async def test_errors_name_the_model_as_clients_do(
+    path: str, body: dict[str, object], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They told the folder of the model."""
+    monkeypatch.setattr(app.scheduler.model, "name", "/srv/models/of-ours")
+    reply = await app.client.posted(path, body)
+    assert reply.status in (400, 404), reply.text
+    assert "'tiny'" in reply.error["message"] and "/srv/models" not in reply.text
+
+
 @pytest.mark.parametrize("is_asked_for", [False, True])
 async def test_prompts_are_logged_only_if_asked_for(
     is_asked_for: bool, make_app: Callable[..., App], caplog: pytest.LogCaptureFixture

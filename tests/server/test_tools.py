@@ -9,13 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from langchain.agents import create_agent
-from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from openai import OpenAI
 from pydantic import BaseModel, Field
@@ -108,7 +104,9 @@ def test_a_call_after_text_and_no_call(client: OpenAI) -> None:
     assert none.message.tool_calls is None
 
 
-@pytest.mark.parametrize("broken", [JSON.replace("record", "river"), f"{CALL[:-20]}"])
+@pytest.mark.parametrize(
+    "broken", [JSON.replace("record", "river"), CALL.replace("record", "river"), f"{CALL[:-20]}"]
+)
 def test_what_only_resembles_a_call_is_text(client: OpenAI, broken: str) -> None:
     with dictated(broken, broken):
         (choice,) = chat(client).choices
@@ -122,6 +120,8 @@ def test_a_call_that_is_required(client: OpenAI, choice: Any) -> None:
     (message,) = (c.message for c in chat(client, tool_choice=choice, temperature=1.0).choices)
     (call,) = message.tool_calls
     assert len(json.loads(call.function.arguments)["town"]) <= 8
+    (cut,) = chat(client, tool_choice=choice, max_tokens=5).choices
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
 
 
 def test_the_prompt_is_that_of_the_connectors(client: OpenAI) -> None:
@@ -244,16 +244,6 @@ def test_langchain(langchain_llm: ChatOpenAI) -> None:
     assert isinstance(structured.invoke(QUESTION), Town)
 
 
-@pytest.mark.parametrize("more", [{}, {"use_responses_api": True}])
-def test_an_agent_of_langchain(url: str, more: dict[str, Any]) -> None:
-    llm = ChatOpenAI(model="tiny", base_url=url, api_key="unused", max_retries=0, **more)
-    agent = create_agent(llm, [tool(find_record)])
-    with dictated(JSON, "On the Tume."):
-        messages = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
-    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
-    assert messages[-1].text == "On the Tume."
-
-
 def llama_index_llm(url: str, **more: Any) -> OpenAILike:
     return OpenAILike(
         model="tiny", api_base=url, api_key="unused", is_chat_model=True, max_retries=0,
@@ -268,11 +258,3 @@ def test_objects_of_llama_index(url: str) -> None:
     with dictated('{"name": "Denbury"}'):
         found = as_it_is.structured_predict(Town, PromptTemplate("Where?"))
     assert found == Town(name="Denbury")
-
-
-async def test_an_agent_of_llama_index(url: str) -> None:
-    llm = llama_index_llm(url, is_function_calling_model=True)
-    agent = FunctionAgent(tools=[FunctionTool.from_defaults(find_record)], llm=llm)
-    with dictated(JSON, "On the Tume."):
-        result = await agent.run(QUESTION)
-    assert str(result) == "On the Tume."

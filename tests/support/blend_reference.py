@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, Fingerprint
-from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.cache.hot import HotChunks
+from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.working_cache import DenseCache
@@ -67,7 +68,7 @@ class Case:
     def context(self, rotation: Rotation) -> Context:
         caches = {piece.chunk: piece.cache for piece in self.pieces if piece.cache is not None}
         opened = [MemoryChunk(cache, self.fingerprint) for cache in caches.values()]
-        return Context(self.layout, opened, self.fingerprint, rotation)
+        return Context(self.layout, opened, self.fingerprint, rotation, HotChunks(MemoryStore()))
 
 
 def fingerprint(store_bits: int) -> Fingerprint:
@@ -335,6 +336,8 @@ def assert_entries(cache: DenseCache, entries: list[list[Entry]]) -> None:
 def assert_equal(done: Blended, expected: Reference, case: Case) -> None:
     torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
     assert torch.equal(done.plan.kept, case.keep)
+    for of_layer in done.plan.layers:  # the attention of a row that sees nothing would be NaN
+        assert all(bool((mask == 0).any(-1).all()) for mask in of_layer.masks.values())
     assert_entries(done.cache, expected.entries)
 
 

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app as cli
 from samkv_integrations.engine.scheduler import Limits, Scheduler
+from samkv_integrations.model.loading import load_model
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.app import create_app
-from samkv_integrations.server.run import Server, ServerSource, address_of, listen_on
+from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.support.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
@@ -99,6 +100,6 @@ def serving_town(folder: Path) -> Iterator[str]:
     assert ingested.exit_code == 0, ingested.output
     keys = ApiKeys("", Tenant(collections=("notes",)))
     settings = Settings(model_name="builtin")
-    source = ServerSource(model="builtin", folder=folder, keys=keys, settings=settings)
-    with answering(create_app(source.tenancy(), keys, settings), keys) as address:
+    tenancy = Tenancy(Scheduler(load_model("builtin")), folder)
+    with answering(create_app(tenancy, keys, settings), keys) as address:
         yield address

@@ -53,9 +53,8 @@ class CutOff(Exception):
 class Load:
     """Clients at work while it is entered; every other request is a stream.
 
-    What a killed replica was answering they ask for again: a connection that ends, a stream without
-    its end, and the errors that Ray's proxy writes, which are plain text. An error of the server
-    itself is in ``failed``.
+    They ask again after a connection that ends, a stream without its end, and an error of a proxy,
+    which is plain text. An error of the server itself is in ``failed``.
     """
 
     def __init__(

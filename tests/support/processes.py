@@ -52,11 +52,6 @@ def children_of(process: int) -> dict[int, str]:
     return found
 
 
-def replicas_of(process: int) -> list[int]:
-    """The replicas of a ``samkv serve --ray``."""
-    return [number for number, line in children_of(process).items() if "ServeReplica" in line]
-
-
 def kill_in_the_middle(process: int) -> int:
     """Kill a worker of a ``samkv ingest --ray`` that is at work on a batch; which process it was.
 
@@ -113,18 +108,16 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def serving_replicas(
-    *arguments: str, **variables: str
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``samkv serve --ray`` with two replicas, and its address; ended in the end."""
-    process = started("serve", "--ray", "--replicas", "2", "--port", "0", *arguments, **variables)
+def serving(*arguments: str) -> Iterator[str]:
+    """The address of a ``samkv serve``, which is ended in the end."""
+    process = started("serve", "--port", "0", *arguments)
     try:
         assert process.stderr is not None
         said = []
         for line in process.stderr:
             said.append(line)
             if found := READY.fullmatch(line):
-                yield process, found[1]
+                yield found[1]
                 break
         else:
             raise AssertionError(f"it never served: {''.join(said)}")

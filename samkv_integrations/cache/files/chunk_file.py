@@ -269,6 +269,12 @@ def open_regular(path: Path) -> FileIO:
     return FileIO(os.open(path, _FLAGS))
 
 
+def _identity(file: FileIO) -> tuple[int, int, int, int]:
+    """Device, inode, time of the last change, and size: whoever changes a file changes one."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size
+
+
 class ChunkFile:
     """A chunk file, opened; a `StoredChunk` that reads and checks only what is asked for.
 
@@ -289,9 +295,10 @@ class ChunkFile:
         self._path, self._secret = path, secret
         self._groups: dict[tuple[str, ...], list[Tensor]] = {}
         self._macs = b""
-        self._let_go: tuple[int, int, int] | None = None
+        self._let_go = False
         self._file = self._open()
         try:
+            self._opened = _identity(self._file)
             layout = self.layout = self._read_layout(key, fingerprint, namespace)
             self.fingerprint = fingerprint or layout.fingerprint
             self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
@@ -318,7 +325,7 @@ class ChunkFile:
         self, key: str | None, fingerprint: Fingerprint | None, namespace: str | None
     ) -> FileLayout:
         """The layout. Nothing in the header is used before its MAC was checked."""
-        size = os.fstat(self._file.fileno()).st_size
+        *_, size = self._opened
         prefix = bytearray(8)
         self._fill(0, [memoryview(prefix)])
         n_bytes = int.from_bytes(prefix, "little")
@@ -334,7 +341,8 @@ class ChunkFile:
         except BAD_JSON as error:
             raise self._corrupt("header") from error
         if isinstance(version, str) and version != str(FORMAT_VERSION):
-            raise CacheMiss("format", f"{self._path}: version {version[:20]}, not {FORMAT_VERSION}")
+            detail = f"file of version {version[:20]}, this release reads {FORMAT_VERSION}"
+            raise CacheMiss("format", f"{self._path}: {detail}")
         self._check([self._header], [0], "header")
         # The MAC is right, so this code has written the header.
         self.key = said["key"]
@@ -354,13 +362,13 @@ class ChunkFile:
 
     def _read(self, start: int, *views: memoryview) -> None:
         """Fill the views, one after the other. start: counted from the end of the header."""
-        if self._let_go is None:
+        if not self._let_go:
             assert not self._file.closed, "closed"
             self._fill(len(self._header) + start, views)
             return
         self._file = self._open()  # the header is known, and each region has its MAC
         with self._file:
-            if self._identity() != self._let_go:
+            if _identity(self._file) != self._opened:
                 raise CacheMiss("absent", f"{self._path} was replaced")
             self._fill(len(self._header) + start, views)
 
@@ -393,11 +401,6 @@ class ChunkFile:
 
     def _corrupt(self, what: str) -> CacheMiss:
         return CacheMiss("corrupt", f"{self._path}: {what}")
-
-    def _identity(self) -> tuple[int, int, int]:
-        """Device, inode and size of the open file; not its time, which `touch` changes."""
-        found = os.fstat(self._file.fileno())
-        return found.st_dev, found.st_ino, found.st_size
 
     def _read_index(self, names: Sequence[str]) -> list[Tensor]:
         """Tensors that are neighbours in the file, with one read, checked."""
@@ -475,10 +478,12 @@ class ChunkFile:
         positions = [of_layer + block for block in blocks]
         self._check([view[first:last] for first, last in regions], positions, "block")
 
-    def chunk(self) -> ChunkCache:
-        place = self.layout.tensors["entries"]
-        entries = torch.empty(place.shape, dtype=place.dtype)
-        self.read_layers(0, list(entries))
+    def chunk(self, entries: Tensor | None = None) -> ChunkCache:
+        """See `StoredChunk.chunk`. entries: (L, T, E), if `read_layers` has read them already."""
+        if entries is None:
+            place = self.layout.tensors["entries"]
+            entries = torch.empty(place.shape, dtype=place.dtype)
+            self.read_layers(0, list(entries))
         return ChunkCache(
             key=self.key, fingerprint=self.layout.fingerprint, text=self.text(),
             token_ids=self.token_ids, entries=entries, key_range=self.key_range(),
@@ -490,6 +495,14 @@ class ChunkFile:
         regions = _block_regions(self.layout, byte_view(self.chunk().entries))
         self._check(regions, range(_FIRST_BLOCK, _FIRST_BLOCK + len(regions)), "block")
 
+    def is_current(self) -> bool:
+        """Whether the file is still there, unchanged; it may be closed. Nothing is read."""
+        try:  # opened, as network file systems may show a deleted file for some seconds
+            with open_regular(self._path) as file:
+                return _identity(file) == self._opened
+        except OSError:
+            return False
+
     @property
     def modified_at(self) -> float:
         """When the file was written or touched last, in seconds since 1970."""
@@ -497,13 +510,12 @@ class ChunkFile:
 
     def let_go(self) -> None:
         """Open the file anew for each read, and close it afterwards."""
-        if self._let_go is None:
-            self._let_go = self._identity()
-            self._file.close()
+        self._let_go = True
+        self._file.close()
 
     def close(self) -> None:
         self._file.close()
-        self._let_go = None
+        self._let_go = False
 
     def __enter__(self) -> ChunkFile:
         return self

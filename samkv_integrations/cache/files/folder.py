@@ -45,7 +45,7 @@ _OWN_NAME = re.compile(
 
 
 def folder_named(what: str, path: object) -> Path:
-    """The path of a folder. Raises InvalidOption for what is no path. what: name of the option."""
+    """``path`` as a Path. what: the option's name. Raises InvalidOption if it is no valid path."""
     try:
         found = Path(path)  # type: ignore[arg-type]
         is_path = b"\0" not in os.fsencode(found)
@@ -57,7 +57,7 @@ def folder_named(what: str, path: object) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only its owner can use, whatever the umask is; one may exist already."""
+    """Make a folder that only its owner can use; one may exist already."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
 
@@ -77,7 +77,7 @@ def write_file(
     *,
     mode: int = 0o600,
 ) -> None:
-    """Write a file atomically and durably: under a temporary name, synced, then renamed.
+    """Write a file atomically and durably.
 
     place: moves the complete temporary file to ``path``; None to replace what is there.
     """
@@ -112,9 +112,7 @@ def write_new(path: Path, data: bytes) -> bool:
 
 
 def read_small(path: Path) -> bytes:
-    """The bytes of a small file of a store: its marker, secret, a note or the settings.
-
-    It may be a link to a regular file. A pipe or device is refused: reading it might never end.
+    """The bytes of a marker, a secret, a note or the settings; links are followed.
 
     Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
     """
@@ -246,10 +244,9 @@ class ChunkFolder:
         self.index = Index(path, self, secret)
 
     def require_own(self) -> None:
-        """Check, before a write, that the folder is still the store that was opened.
+        """Raises StoreError if the folder was emptied, or made anew by another process.
 
-        Raises StoreError if it was emptied, or made anew by another process. If the folder is gone
-        altogether, the write itself fails.
+        If it is gone altogether, the write that follows fails.
         """
         try:
             found = read_small(self.path / "secret")
@@ -281,12 +278,9 @@ class ChunkFolder:
         self, key: str, digest: str, pieces: Iterable[bytes | memoryview],
         entry_of: Callable[[Path], Entry], unless_deleted_since: int | None = None,
     ) -> None:  # fmt: skip
-        """Write a chunk's file, and index it.
+        """Write a chunk's file, and index it; raises as `Index.keep`.
 
         entry_of: makes the index entry from the complete file, before it is moved to its place.
-        unless_deleted_since: see `Index.keep`.
-
-        Raises StoreError if it cannot be written, or there is no room.
         """
         file = self.file(key, digest)
 
@@ -304,10 +298,7 @@ class ChunkFolder:
             raise cannot("write", file, error) from error
 
     def delete(self, namespace: str, keys: Sequence[str]) -> set[str]:
-        """Delete chunks with their texts, and all beginnings; the keys that were there.
-
-        That includes files that killed writers left unindexed.
-        """
+        """Like `Index.delete`, with the files that killed writers left unindexed."""
         gone = self.index.delete(namespace, keys)
         if keys and (any(map(self._holds, keys)) or self.has_strangers()):
             reconcile(self)

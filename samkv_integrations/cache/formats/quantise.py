@@ -54,7 +54,7 @@ class EntryFormat:
     half and channel d + D / 2 in its upper half. With 16 bits: keys and values, (G, D) each, in
     ``dtype``.
 
-    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`, or does not fill whole bytes.
+    Raises InvalidOption if ``bits`` is not one of `STORE_BITS`. RoPE rotates pairs: D is even.
     """
 
     bits: int
@@ -64,11 +64,6 @@ class EntryFormat:
 
     def __post_init__(self) -> None:
         check_store_bits(self.bits)
-        if self.bits == 4 and self.head_dim % 2:
-            raise InvalidOption(
-                f"store_bits=4 with a head size of {self.head_dim} fills no whole bytes; "
-                "give store_bits=8 or 16"
-            )
 
     @cached_property
     def is_quantised(self) -> bool:
@@ -161,8 +156,7 @@ class EntryFormat:
     ) -> Tensor:
         """(T, G, D) float32 keys of entries (T, E), rotated to the positions of cos and sin.
 
-        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster:
-        this is most of the work that a pass does for a context token.
+        Equal to `keys` and then `rotate`, without rounding to ``dtype``, and several times faster.
 
         key_range, group: see `keys`. cos, sin: (T, G, D / 2) float32, contiguous; on a CPU a
             product that broadcasts (T, 1, D / 2) takes twice as long.
@@ -209,7 +203,7 @@ class EntryFormat:
     @cached_property
     def _mixed_channels(self) -> int:
         """Size of the Hadamard transform: the largest power of two that divides D / 2."""
-        half = 1 if self.head_dim % 2 else self.head_dim // 2
+        half = self.head_dim // 2
         return half & -half
 
     def _mix(self, channels: Tensor) -> Tensor:
@@ -409,11 +403,7 @@ class Entries:
         )
 
     def with_computed(self, at: Tensor, keys: Tensor, values: Tensor) -> Entries:
-        """A copy with other rotated keys and values (k, G, D) at indices (k,).
-
-        They are quantised in groups of their own, because they may exceed the ranges of the groups
-        that they replace.
-        """
+        """A copy with other rotated keys and values (k, G, D) at indices (k,), in own groups."""
         if not len(at):
             return self
         tokens = at if self.tokens is None else self.tokens[at]

@@ -40,10 +40,8 @@ class Database:
     SQLite's rollback journal is used, and no write-ahead log: a forked process may open the file
     anew, a read-only folder can be read, and no log keeps what was deleted.
 
-    Args:
-        folder: None for a database in memory.
-        schema: SQL that makes the tables. Its checksum is part of the file's name, so another
-            release does not see a file with other tables.
+    folder: None for a database in memory. schema: SQL that makes the tables. Its checksum is part
+    of the file's name, so another release does not see a file with other tables.
     """
 
     def __init__(self, folder: Path | None, schema: str) -> None:

@@ -76,7 +76,7 @@ CREATE TABLE counts(
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the index keeps of a cache."""
+    """What the index keeps of a cache, `of` one that is about to be put, or `of_file`."""
 
     fingerprint: Fingerprint
     key: str
@@ -88,7 +88,6 @@ class Entry:
 
     @classmethod
     def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
-        """The entry of a chunk that is about to be put."""
         return cls(
             fingerprint=chunk.fingerprint, key=chunk.key, namespace=namespace, text=chunk.text,
             token_ids=chunk.token_ids.tolist(), used_at=time.time(),
@@ -97,7 +96,6 @@ class Entry:
 
     @classmethod
     def of_file(cls, file: ChunkFile) -> Entry:
-        """The entry of an open file. Raises CacheMiss."""
         return cls(
             fingerprint=file.layout.fingerprint, key=file.key, namespace=file.layout.namespace,
             text=file.text(), token_ids=file.token_ids.tolist(), used_at=file.modified_at,
@@ -128,10 +126,8 @@ class Caches(Protocol):
 class Index(Database):
     """The index of a store. Every method raises StoreError if the database cannot be used.
 
-    Args:
-        folder: of the store; None for an index in memory.
-        caches: what is indexed.
-        secret: of the store; hashes of token ids are keyed with it.
+    folder: of the store; None for an index in memory. caches: what is indexed. secret: of the
+    store; hashes of token ids are keyed with it.
     """
 
     def __init__(self, folder: Path | None, caches: Caches, secret: bytes) -> None:
@@ -154,8 +150,7 @@ class Index(Database):
     ) -> None:  # fmt: skip
         """Index a cache, after making room for it by evicting those used least recently.
 
-        A beginning evicts nothing. It replaces beginnings of prompt heads that have not been used
-        for longest, see `MOST_HEADS`.
+        A beginning evicts nothing but the beginnings of old heads, see `MOST_HEADS`.
 
         place: moves the cache to its place, while no other process evicts or deletes; None if it
             is there already.
@@ -248,10 +243,7 @@ class Index(Database):
     def lose(
         self, places: Iterable[Place], *, are_damaged: bool = False, patience_s: float = BUSY_S
     ) -> None:
-        """Note that caches are missing. Their texts stay known.
-
-        are_damaged: delete what is there.
-        """
+        """Note that caches are missing, or delete damaged ones. Their texts stay known."""
         with self.transaction(writes=True, patience_s=patience_s) as connection:
             # With a budget a missing cache counts as evicted: the process that evicted it may have
             # been killed before it told the index.
@@ -272,10 +264,7 @@ class Index(Database):
                         _count(connection, namespace, digest, corrupt=1)
 
     def compare(self, file: ChunkFile) -> None:
-        """Raises StoreError if the index holds other token ids than a sound file.
-
-        Then the index is wrong, and is made anew.
-        """
+        """Raises StoreError, and makes the index anew, if its token ids are not a sound file's."""
         sql = "SELECT ids FROM chunks JOIN texts USING(id) WHERE key = ? AND digest = ?"
         with self.transaction() as connection:
             for (ids,) in connection.execute(sql, [file.key, file.layout.fingerprint.digest]):
@@ -285,9 +274,8 @@ class Index(Database):
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks of every fingerprint, with caches and texts; the keys that were there.
 
-        All beginnings of the namespace are deleted too: each may have seen what is deleted.
-
-        state: of the chunks; None for any.
+        All beginnings of the namespace are deleted too: each may have seen what is deleted. state:
+        of the chunks; None for any.
         """
         gone = set()
         with self.transaction(writes=True) as connection:
@@ -348,7 +336,7 @@ class Index(Database):
                 self._delete_head(connection, digest)
 
     def _delete_head(self, connection: sqlite3.Connection, digest: str) -> int:
-        """Delete the beginnings behind one head; how many there were."""
+        """Delete those behind one head; how many there were."""
         self._caches.remove_all(digest)  # also what a killed writer did not tell the index
         of_digest = "SELECT id FROM chunks WHERE digest = ?"
         connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
@@ -387,7 +375,7 @@ class Index(Database):
         self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str] = (),
         *, beginning: Place | None = None,
     ) -> None:  # fmt: skip
-        """Count the caches that a request used and missed. beginning: one that it used, too."""
+        """See `Store.record`."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
             _use(connection, digest, used)
             if beginning is not None:
@@ -397,7 +385,7 @@ class Index(Database):
             self.lose([(digest, key) for key in missed], patience_s=BRIEF_S)
 
     def touch(self, digest: str, key: str) -> None:
-        """Make a cache the one that was used last."""
+        """See `Store.touch`."""
         with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
             _use(connection, digest, [key])
 
@@ -472,10 +460,7 @@ class Index(Database):
             return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
 
     def totals(self, namespace: str | None) -> list[tuple[str, str, int, int, int, int, int, int]]:
-        """Of each namespace and fingerprint with caches; namespace: None for all.
-
-        Namespace, digest, chunks, bytes, hits, misses, evictions, damaged caches.
-        """
+        """Namespace, digest, chunks, bytes, hits, misses, evictions and damaged caches."""
         return self.rows(
             "SELECT namespace, digest, count(*), sum(bytes), coalesce(hits, 0), "
             "coalesce(misses, 0), coalesce(evictions, 0), coalesce(corrupt, 0) "
@@ -487,7 +472,7 @@ class Index(Database):
     # -- the remote tier --------------------------------------------------------------------------
 
     def shared(self, namespace: str) -> set[Place]:
-        """Chunks that were in the remote tier when this machine looked last."""
+        """Chunks that were in the remote tier when this machine last listed it."""
         sql = "SELECT digest, key FROM chunks WHERE namespace = ? AND is_shared"
         return set(self.rows(sql, namespace))
 
@@ -523,10 +508,7 @@ class Index(Database):
 
 
 class IndexedChunks:
-    """The chunks of a namespace and a fingerprint as a `ChunkIndex`, with or without a cache.
-
-    Methods raise StoreError as those of `Index` do.
-    """
+    """The chunks of a namespace and a fingerprint as a `ChunkIndex`, with or without a cache."""
 
     def __init__(self, index: Index, namespace: str, digest: str) -> None:
         self._index, self._names = index, (namespace, digest)
@@ -554,7 +536,7 @@ class IndexedChunks:
 def bytes_of(name: str, size: int | str) -> int:
     """The bytes of a size: a whole number, or a text such as ``500MB``, ``1.5 GiB`` or ``4096``.
 
-    Raises InvalidOption, which calls the size ``name``, for anything else, and beyond `MOST`.
+    name: of the option, for InvalidOption, which is raised for anything else.
     """
     n_bytes: float | None = size if type(size) is int else None
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None

@@ -37,13 +37,11 @@ class ObjectInfo:
 class Objects:
     """The objects below a URL, by their paths relative to it. Safe to use from many threads.
 
-    Every method raises `CacheMiss` ("io") if the file system fails. After a failure all calls fail
-    at once for `GONE_S`, so that questions do not wait for an outage one after the other. Retries
-    are left to the file system.
+    Every method raises `CacheMiss` ("io") if the file system fails, which does its own retries.
+    After a failure all calls fail at once for `GONE_S`, so that questions do not wait for an outage
+    one after the other.
 
-    Args:
-        url: such as ``s3://bucket/prefix``, ``file:///mnt/share/kv`` or ``memory://name``.
-        options: of the fsspec file system, such as ``{"endpoint_url": ...}``.
+    url: such as ``s3://bucket/prefix``. options: of the fsspec file system.
 
     Raises InvalidOption if the URL names no place, MissingExtra if its file system is not
     installed.
@@ -135,7 +133,8 @@ class Objects:
         return []
 
     def remove(self, path: str) -> bool:
-        """Delete an object; whether there was one."""
+        """Delete an object, even if the place failed a moment ago; whether there was one."""
+        self.ask_again()
         with self._asked():
             if not self._fs.exists(self._place(path)):
                 return False

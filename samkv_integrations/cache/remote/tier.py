@@ -85,10 +85,9 @@ def _answering(what: str = "") -> Iterator[None]:
 class SharedTier:
     """The remote tier of a store's folder and namespace. Safe to use from many threads.
 
-    Methods that ask the remote tier raise `CacheMiss` ("absent", or "io" if it does not answer)
-    unless they say otherwise. Opening one that does not answer is no error.
-
-    Raises StoreError if the place belongs to a store with another secret or format.
+    Methods raise `CacheMiss` ("absent", or "io" if the place does not answer) unless they say
+    otherwise. Opening one that does not answer is no error. Raises StoreError if the place belongs
+    to a store with another secret or format.
     """
 
     def __init__(self, files: ChunkFolder, objects: Objects, namespace: str) -> None:
@@ -119,11 +118,8 @@ class SharedTier:
 
         A place without a marker is new, and gets one. If this machine has used the place before,
         it may be an empty folder where a share should be mounted: that counts as no answer, unless
-        ``begins``.
-
-        Each marker has a random identity. If the identity has changed, the place was emptied or
-        replaced, and what is missing there was not deleted by anybody: this machine forgets what
-        it had put there, and `push` puts it again.
+        ``begins``. Each marker has a random identity. If it has changed, the place was emptied or
+        replaced, and nobody deleted what is missing there: `push` puts it again.
 
         Raises CacheMiss ("io"), or StoreError if the place belongs to another store.
         """
@@ -179,11 +175,9 @@ class SharedTier:
             self._read_marker()
 
     def check_answers(self, what: str = "", *, begins: bool = False) -> None:
-        """Ask the place now, even if it failed a moment ago.
+        """Ask the place now; raises StoreError if it does not answer.
 
         what: the beginning of the error. begins: whether the place may have been emptied.
-
-        Raises StoreError if it does not answer, or if its share is not mounted.
         """
         self.objects.ask_again()
         with _answering(what):
@@ -199,10 +193,7 @@ class SharedTier:
         return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
 
     def has(self, digest: str, key: str) -> bool:
-        """Whether a chunk is there, or was when this machine looked last.
-
-        False if the place does not answer.
-        """
+        """Whether a chunk is there, or was when this machine looked last."""
         self.refresh_soon()
         with suppress(CacheMiss, StoreError, FileNotFoundError):
             if not self._index.is_shared(digest, key):
@@ -222,11 +213,7 @@ class SharedTier:
             return found
 
     def fetch(self, key: str, digest: str) -> None:
-        """Bring a chunk into the folder, all of it verified.
-
-        Raises CacheMiss: "absent", "corrupt", or "io" if it takes longer than a question waits, or
-        if the folder has no room for it.
-        """
+        """`bring` a chunk for a question, which waits `ASKED_S`. Raises CacheMiss only."""
         if self.objects.is_gone:
             raise self.objects.gone()
         try:
@@ -241,8 +228,7 @@ class SharedTier:
     def bring(self, place: Place) -> int:
         """Fetch a chunk into the folder, all of it verified; its bytes, 0 if it is there.
 
-        Raises CacheMiss or StoreError. A damaged object stays until a machine computes the chunk,
-        and puts it again.
+        Raises CacheMiss or StoreError. A damaged object stays until the chunk is put again.
         """
         digest, key = place
         if not self._files.is_gone(digest, key):  # another request has just fetched it
@@ -276,13 +262,10 @@ class SharedTier:
             self._read_marker()
             self.send(place)
         except (CacheMiss, StoreError, OSError) as error:
-            self.outage.tell(error if isinstance(error, SamkvError) else StoreError(str(error)))
+            self.outage.tell(error)
 
     def send(self, place: Place) -> int:
-        """Copy a chunk of the folder to the remote tier; its bytes, 0 if it has gone.
-
-        Raises CacheMiss, OSError or StoreError.
-        """
+        """Copy a chunk of the folder; its bytes, 0 if it has gone. Raises also OSError."""
         file = self._files.file(place[1], place[0])
         try:
             with open_regular(file) as opened:
@@ -304,22 +287,12 @@ class SharedTier:
         return True
 
     def delete(self, keys: Collection[str]) -> set[str]:
-        """Delete chunks of every fingerprint; the keys of those that were there.
-
-        Raises StoreError if some could not be deleted: try again.
-        """
+        """Delete chunks of every fingerprint; the keys that were there. Raises StoreError."""
         self.check_answers()
         with _answering("not all can be deleted from the remote tier"):
             places = [(d, k) for d in self._digests() for k in keys if _NAME.fullmatch(k)]
-            gone = self.objects.pool.map(self._remove, places)
+            gone = self.objects.pool.map(self.objects.remove, map(self._path, places))
             return {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
-
-    def _remove(self, place: Place) -> bool:
-        try:
-            return self.objects.remove(self._path(place))
-        except CacheMiss:  # a question has given the remote tier up meanwhile
-            self.objects.ask_again()
-            return self.objects.remove(self._path(place))
 
     # -- all chunks -----------------------------------------------------------------------------
 
@@ -355,7 +328,7 @@ class SharedTier:
     def refresh(self) -> dict[Place, ObjectInfo]:
         """Index the chunks that other machines have put, and delete those that they deleted.
 
-        All chunks of the remote tier are returned. Raises StoreError if it does not answer.
+        Returns all chunks of the remote tier. Raises StoreError if it does not answer.
         """
         self.check_answers()
         before = self._index.shared(self._namespace)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_classic.chains.combine_documents import create_stuff_documents_chain
-from langchain_classic.retrievers import ContextualCompressionRetriever
-from langchain_classic.retrievers.document_compressors import DocumentCompressorPipeline
 from langchain_core.documents import Document
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
 
 from langchain_samkv import (
@@ -189,48 +184,6 @@ class TestCompressor:
         engine.store.delete(engine.key_of(TEXTS[0]))
         (found,) = compressor.compress_documents([shown])
         assert found.page_content == TEXTS[0]
-
-    def test_in_the_places_of_langchain(self, engine: Engine) -> None:
-        engine.cache_chunks(TEXTS)
-        retriever = retriever_of(documents(*TEXTS))
-        pipeline = DocumentCompressorPipeline(
-            transformers=[
-                SamKVDocumentTransformer(engine=engine),
-                SamKVDocumentCompressor(engine=engine, mode="metadata"),
-            ]
-        )
-        compressed = ContextualCompressionRetriever(
-            base_retriever=retriever, base_compressor=pipeline
-        )
-        found = compressed.invoke(QUESTION)
-        assert found[0].page_content == TEXTS[0]
-        shown = [each.metadata["samkv"] for each in found]
-        assert [spelled_out(engine, each) for each in shown] == [d.page_content for d in found]
-        assert all(map(HANDLE.fullmatch, shown))
-
-        answers = Answers(engine)
-        by_handle = PromptTemplate.from_template("{samkv}")
-        stuff = create_stuff_documents_chain(
-            RunnableLambda(answers), PROMPT, document_prompt=by_handle
-        )
-        answer = stuff.invoke({"context": found, "question": QUESTION})
-        assert RECORDS[0].workers in answer
-        assert answers.reports[0].found == 2 and not answers.reports[0].chunk_misses
-        assert TEXTS[0] not in answers.prompts[0]
-
-        tool = create_retriever_tool(compressed, "search", "Searches.", document_prompt=by_handle)
-        answered = tool.invoke(QUESTION)
-        assert HANDLE.search(answered)
-        assert spelled_out(engine, answered) == "\n\n".join(d.page_content for d in found)
-
-    def test_the_event_loop_is_free(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        threads: list[threading.Thread] = []
-        monkeypatch.setattr(
-            engine, "announce", lambda *_, **__: threads.append(threading.current_thread())
-        )
-        compressor = SamKVDocumentCompressor(engine=engine)
-        asyncio.run(compressor.acompress_documents(documents(TEXTS[0]), QUESTION))
-        assert threads and threading.main_thread() not in threads
 
     def test_copies_share_and_pickles_leave(self, engine: Engine) -> None:
         compressor = SamKVDocumentCompressor(engine=engine, mode="replace")

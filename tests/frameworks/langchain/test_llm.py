@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -153,29 +151,6 @@ class TestChat:
         assert named == {"model_name": "builtin", "finish_reason": "stop"}
         figures = full.response_metadata["samkv"]
         assert (figures["found"], figures["chunk_misses"]) == (len(TEXTS), {})
-
-    def test_every_way_answers_alike_off_the_loop(self, chat: ChatSamKV, steps: Steps) -> None:
-        prompt = prompt_about()
-
-        async def ask() -> list[str]:
-            handler = Tokens()
-            streamed = [c.content async for c in chat.astream(prompt, {"callbacks": [handler]})]
-            assert streamed == handler.tokens and len(streamed) > 2
-            batched = await chat.abatch([prompt] * 2)
-            events = [
-                event["data"]["chunk"].content
-                async for event in chat.astream_events(prompt, version="v2")
-                if event["event"] == "on_chat_model_stream"
-            ]
-            return [
-                (await chat.ainvoke(prompt)).content,
-                *(message.content for message in batched),
-                "".join(streamed),
-                "".join(events),
-            ]
-
-        assert asyncio.run(ask()) == [f" {ASKED.workers}"] * 5
-        assert steps.threads and threading.main_thread() not in steps.threads
 
     def test_streaming_as_an_argument(self, engine: Engine) -> None:
         """LangChain streams ``invoke`` to callbacks if it is True, and never streams on False."""
@@ -443,9 +418,6 @@ class TestBadInput:
             with pytest.raises(InvalidOption, match=message):
                 call()
 
-    def test_an_empty_prompt(self, llm: SamKV) -> None:
-        assert isinstance(llm.invoke(""), str)  # BOS alone
-
 
 class TestTokenCounts:
     def test_handle_counts_as_its_chunk(self, chat: ChatSamKV, llm: SamKV) -> None:
@@ -533,10 +505,6 @@ class TestCachedAnswers:
             model = Model(hf_model("llama"), tokenizer, "mine")
             ChatSamKV(engine=Engine(model), cache=cache, max_tokens=2).invoke("Hello")
         assert len(given) == 2
-
-    def test_another_process_asks_the_same_question(self, chat: ChatSamKV) -> None:
-        """So that a cache of answers on disk serves it: no address of this one is in the key."""
-        assert not re.search("0x[0-9a-f]{6}", str(chat._identifying_params))
 
     def test_other_weights_of_the_same_name(self, given: list[dict[str, Any]]) -> None:
         cache = InMemoryCache()
@@ -642,19 +610,3 @@ class TestCallersThatGoAway:
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
         asyncio.run(cancel_on_the_way())
-
-    def test_failure_on_the_way(self, chat: ChatSamKV, llm: SamKV, steps: Steps) -> None:
-        def fail() -> None:
-            raise RuntimeError("the device is gone")
-
-        steps.on_step = fail
-        for model in (chat, llm):
-            pieces = []
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                for piece in model.stream(ENDLESS):
-                    pieces.append(piece)
-            assert pieces  # what was decided before is not lost
-            with pytest.raises(RuntimeError, match="the device is gone"):
-                asyncio.run(model.ainvoke(ENDLESS))
-        steps.on_step = lambda: None
-        assert chat.invoke(prompt_about()).content == f" {ASKED.workers}"

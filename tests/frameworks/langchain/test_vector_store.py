@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,21 +258,6 @@ class TestDelete:
             other.add_texts(TEXTS[:1])
         theirs.delete_collection()
 
-    def test_a_collection_that_cannot_be_deleted(
-        self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        store.add_texts(TEXTS[:1])
-
-        def refuse(name: str) -> None:
-            raise ValueError("not now")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(client_of(store), "delete_collection", refuse)
-            with pytest.raises(InvalidOption, match="cannot delete collection 'town': not now"):
-                store.delete_collection()
-        store.add_texts(TEXTS[:1])
-        assert_in_step(store, TEXTS[0])
-
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamKVChroma, Chroma]:
@@ -358,36 +342,6 @@ class TestRead:
 
 
 class TestComponent:
-    def test_async_twins_leave_the_event_loop_free(
-        self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        threads: dict[str, threading.Thread] = {}
-        for owner, name in (
-            (ChromaLink, "add"),
-            (SamKVChroma, "delete"),
-            (SamKVChroma, "get_by_ids"),
-            (SamKVChroma, "similarity_search_by_vector"),
-        ):
-            call: Callable[..., Any] = getattr(owner, name)
-
-            def noted(self: Any, *args: Any, call: Any = call, name: str = name, **kw: Any) -> Any:
-                threads[name] = threading.current_thread()
-                return call(self, *args, **kw)
-
-            monkeypatch.setattr(owner, name, noted)
-
-        async def use() -> None:
-            assert await store.aadd_documents([doc("a", TEXTS[0])]) == ["a"]
-            assert await store.aadd_texts(TEXTS[1:2], ids=["b"]) == ["b"]
-            assert len(await store.aget_by_ids(["a", "b"])) == 2
-            assert len(await store.asimilarity_search_by_vector(VECTOR)) == 2
-            await store.adelete(["a", "b"])
-
-        asyncio.run(use())
-        assert_in_step(store)
-        assert len(threads) == 4
-        assert threading.main_thread() not in threads.values()
-
     def test_an_existing_collection_without_its_embedding_function(
         self, engine: Engine, store: SamKVChroma
     ) -> None:
@@ -402,19 +356,6 @@ class TestComponent:
                 "nobody", client=client_of(store), engine=engine,
                 create_collection_if_not_exists=False,
             )  # fmt: skip
-
-    def test_a_fork_goes_on_with_caches(
-        self, store: SamKVChroma, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with pytest.raises(NotImplementedError, match="Local Chroma"):
-            store.fork("other")
-        monkeypatch.setattr(
-            Collection, "fork", lambda self, new_name: self._client.create_collection(new_name)
-        )
-        forked = store.fork("other")
-        assert type(forked) is SamKVChroma and forked.kv_link.engine is store.kv_link.engine
-        forked.add_texts(TEXTS[:1])
-        assert_in_step(forked, TEXTS[0])
 
     def test_a_database_that_is_open_in_another_way(self, engine: Engine, tmp_path: Path) -> None:
         theirs = Chroma("town", Letters(), str(tmp_path / "chroma"))

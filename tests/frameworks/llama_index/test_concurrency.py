@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
-from itertools import zip_longest
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from llama_index.core.llms import ChatMessage
 
 from llama_index.llms.samkv import SamKVLLM
 from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
-from tests.support.records import RECORDS
 from tests.support.steps import Steps
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
@@ -36,19 +34,6 @@ def answers_in_another_thread(corpus: Corpus, llm: SamKVLLM) -> None:
     thread.start()
     thread.join(PATIENCE_S)
     assert found == [f" {ASKED.workers}"]
-
-
-class TestManyAtOnce:
-    def test_interleaved_streams(self, corpus: Corpus) -> None:
-        llm = corpus.llm()
-        prompts = [cached_prompt(corpus, record=record) for record in RECORDS]
-        streams: list[Iterator[Any]] = [llm.stream_complete(prompt) for prompt in prompts[:3]]
-        streams += [llm.stream_chat(user(prompt)) for prompt in prompts[3:]]
-        texts = [""] * len(streams)
-        for pieces in zip_longest(*streams):
-            for place, piece in enumerate(pieces):
-                texts[place] += piece.delta if piece is not None else ""
-        assert texts == [f" {record.workers}" for record in RECORDS]
 
 
 class TestCallersThatGoAway:

@@ -20,10 +20,9 @@ from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.handles import HANDLE, spelled_out
-from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, ingest
+from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus
 from tests.support.records import RECORDS, TEXTS, builtin
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
@@ -60,42 +59,6 @@ class TestQueryEngine:
         assert f"file: {place}.txt\n\n{ASKED.text}" in spelled_out(corpus.engine, prompt)
         assert len(HANDLE.findall(prompt)) == TOP_K
         assert KEY_FIELD not in prompt and "workers" not in prompt
-
-    def test_second_process_prefills_nothing(
-        self, own_corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", not_called)
-        again = ingest(own_corpus.folder)
-        assert again.engine.store is not own_corpus.engine.store
-        llm = again.llm()
-        assert str(again.query_engine(llm).query(ASKED.question)).strip() == ASKED.workers
-        assert (llm.last_report.found, llm.last_report.chunk_misses) == (TOP_K, {})
-
-
-class TestMisses:
-    def test_chunk_that_the_store_never_knew_is_text(
-        self, own_corpus: Corpus, prompts: list[Any]
-    ) -> None:
-        own_corpus.engine.store.delete(own_corpus.engine.key_of(ASKED.text))
-        llm = own_corpus.llm()
-        response = own_corpus.query_engine(llm).query(ASKED.question)
-        assert str(response).strip() == ASKED.workers
-        assert ASKED.text in str(prompts[0][-1]["content"])
-        assert llm.last_report.reused == TOP_K - 1
-
-    def test_text_changed_after_ingest_is_text(
-        self, own_corpus: Corpus, prompts: list[Any]
-    ) -> None:
-        (id_,) = own_corpus.collection.get(where_document={"$contains": ASKED.product})["ids"]
-        edited = ASKED.text.replace(ASKED.workers, "2222")
-        own_corpus.collection.update(
-            ids=[id_], documents=[edited], embeddings=HashingEmbedding().embed([edited])
-        )
-        llm = own_corpus.llm()
-        response = own_corpus.query_engine(llm).query(ASKED.question)
-        assert str(response).strip() == "2222"
-        assert edited in prompts[0][-1]["content"]
-        assert response.source_nodes[0].node.text == edited
 
 
 class TestPostprocessor:
@@ -181,18 +144,6 @@ class TestCacheTransform:
         assert travelled.to_dict() == transform.to_dict()
         with pytest.raises(InvalidOption, match="use the one that was pickled"):
             travelled([TextNode(text=ASKED.text)])
-
-    def test_plain_arguments_load_a_model_over_the_folder(
-        self, corpus: Corpus, tmp_path: Path
-    ) -> None:
-        model, folder = corpus.engine.model, tmp_path / "kv"
-        transform = SamKVCacheTransform(
-            model_name="builtin", dtype=model.dtype_name, kv_dir=folder, namespace="town",
-            store_bits=8,
-        )  # fmt: skip
-        transform([TextNode(text=ASKED.text)])
-        store = ChunkStore(folder, namespace="town")
-        assert Engine(model, store, store_bits=8).is_cached(ASKED.text)
 
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch

@@ -154,10 +154,6 @@ class TestTextMode:
             shown = postprocessor.postprocess_nodes([NodeWithScore(node=node) for node in odd])
             assert [node.node.get_content("llm") for node in shown] == [" ", "a picture", ""]
 
-    def test_unknown_mode(self, corpus: Corpus) -> None:
-        with pytest.raises(InvalidOption, match="mode='both'; allowed: text, handle"):
-            SamKVPostprocessor(engine=corpus.engine, mode="both")
-
 
 class TestWithoutCaches:
     @pytest.mark.parametrize("mode", ["text", "handle"])

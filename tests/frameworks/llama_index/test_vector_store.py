@@ -175,11 +175,6 @@ class TestQuery:
         page = MetadataFilters(filters=[_equal("page", 2)])
         assert store.query(VectorStoreQuery(filters=page)).ids == ["b"]
 
-    def test_embedding_of_another_size(self, store: SamKVChromaVectorStore) -> None:
-        store.add([node("a", TEXTS[0])])
-        with pytest.raises(InvalidOption, match="'town' refused the query.*dimension of 4, got 1"):
-            store.query(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1))
-
 
 def documents(**changes: str) -> list[Document]:
     """Two documents of one chunk each, which share none, and one of two."""
@@ -255,6 +250,48 @@ class TestLlamaIndex:
         left = [TEXTS[3], TEXTS[2]] + ([TEXTS[0]] if strategy == "UPSERTS" else [])
         assert_in_step(store, *left)
         assert store.kv_link.sync(grace_s=0).n_pruned == 0
+
+    @pytest.mark.parametrize("way", ["refresh", "refresh, no transform", *DocstoreStrategy])
+    def test_unchanged_texts_are_not_computed_again(
+        self,
+        store: SamKVChromaVectorStore,
+        engine: Engine,
+        way: str | DocstoreStrategy,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """LlamaIndex deletes all nodes of a document that changed, and adds them again."""
+        computed, prefill = list[str](), samkv_integrations.engine.chunks.prefill
+
+        def counted(model: Any, batch: Any, *rest: Any) -> Any:
+            computed.extend(ref.text for ref in batch)
+            return prefill(model, batch, *rest)
+
+        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", counted)
+        steps: list[Any] = [SentenceSplitter(chunk_size=60, chunk_overlap=0)]
+        steps += [] if "no transform" in way else [SamKVCacheTransform(engine=engine)]
+        index = VectorStoreIndex.from_vector_store(
+            store, embed_model=Letters(), transformations=steps
+        )
+        pipeline = IngestionPipeline(
+            transformations=[*steps, Letters()], vector_store=store, docstore=SimpleDocumentStore()
+        )
+        if isinstance(way, DocstoreStrategy):
+            pipeline.docstore_strategy = way
+
+        def ingest(text: str) -> set[str]:
+            given = [Document(text=text, doc_id="one"), Document(text=TEXTS[5], doc_id="two")]
+            if isinstance(way, DocstoreStrategy):
+                pipeline.run(documents=given)
+            else:
+                index.refresh_ref_docs(given)
+            return {n.get_content() for n in store.get_nodes()}
+
+        whole = "\n\n\n".join(TEXTS[:5])
+        before = ingest(whole)
+        assert len(before) > 5 and sorted(computed) == sorted(before)
+        assert ingest(whole) == before and len(computed) == len(before)
+        after = ingest(f"{whole} It is so.")
+        assert after - before and sorted(computed) == sorted([*before, *(after - before)])
 
 
 class TestComponent:

@@ -36,30 +36,32 @@ from pydantic.json_schema import SkipJsonSchema
 from llama_index.llms.samkv.conversion import (
     as_in_repr,
     rendered,
-    to_achats,
     to_chat,
-    to_chats,
     to_completion,
     to_turns,
     to_wrapper,
     with_system_prompt,
 )
 from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.prefill import prefix_ids
 from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
-from samkv_integrations.llm.engine_args import MADE_BY, ModelSource, own_choices
+from samkv_integrations.llm.engine_args import MADE_BY, ModelSource
 from samkv_integrations.llm.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     LocalLLM,
     checked_generate_kwargs,
 )
-from samkv_integrations.llm.tool_calls import arguments_of, takes_tools, with_tools
-from samkv_integrations.methods import METHODS
+from samkv_integrations.llm.tool_calls import (
+    ShownText,
+    ToolAnswer,
+    ToolUse,
+    arguments_of,
+    parts_of,
+    takes_tools,
+    with_tools,
+)
 from samkv_integrations.prompt.rag_template import check_text
 from samkv_integrations.prompt.reader import Prompt
 
@@ -67,8 +69,8 @@ if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
-_UNWRITTEN = "engine_only"
-"""Key of `to_dict` that lists the settings of the engine which a dictionary cannot hold."""
+_NEEDS_ENGINE = "needs_engine"
+"""Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
 
 
 class SamKVLLM(LocalLLM, FunctionCallingLLM):
@@ -150,7 +152,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     }
     _n_added: int = PrivateAttr(default=0)
     _takes_tools: bool = PrivateAttr(default=False)
-    _engine_only: list[str] = PrivateAttr(default_factory=list)  # kept, as a pickle has no engine
+    _needs_engine: bool = PrivateAttr(default=False)
 
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +181,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         return super()._source().model_copy(update=given)
 
     def _attach(self) -> None:
+        self._needs_engine = self.engine is not None
         super()._attach()
         self.model = self.tokenizer = None  # copies and pickles of the LLM hold neither
         model = self.engine.model
@@ -193,22 +196,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         if self.pydantic_program_mode == PydanticProgramMode.DEFAULT:
             self.pydantic_program_mode = PydanticProgramMode.LLM  # see `structured_predict`
         self._n_added, self._takes_tools = self._count_added(), takes_tools(model)
-        own_method, own_eviction = own_choices(self.engine)
-        # the next engine finds a tuned method in the folder of the caches
-        is_default = METHODS.get(self.engine.method.name) == self.engine.method
-        left_out = {
-            "method": not (self.method or own_method or is_default or self.engine.tuned),
-            "eviction": not (self.eviction or own_eviction) and self.engine.eviction is not None,
-            "prefix": self.engine.prefix != prefix_ids(model, "auto", ""),
-            "block_size": self.engine.chunks.has_own_scheme,
-            "store": type(self.engine.store) not in (ChunkStore, MemoryStore),
-        }
-        self._engine_only = [name for name, is_left_out in left_out.items() if is_left_out]
         if self.cache_retrieved:
             expect_retrieved(self.engine)
 
     @classmethod
-    def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:  # noqa: ANN401
+    def from_engine(cls, engine: Engine, **kwargs: Any) -> SamKVLLM:
         """An LLM on an existing engine. kwargs: those of the class."""
         return cls(engine=engine, **kwargs)
 
@@ -266,45 +258,34 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     # -- as a dictionary --------------------------------------------------------------------
 
-    def to_dict(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The arguments as a dictionary. kwargs: those of LlamaIndex.
 
-        ``engine_only`` names properties of the engine that no dictionary can hold; `from_dict` then
-        needs ``engine``. Never fails, because LlamaIndex calls it for its events and caches too.
+        Of an LLM that was given an engine it has ``needs_engine``, and `from_dict` needs one too.
         """
         data: dict[str, Any] = super().to_dict(**kwargs)
-        return data | ({_UNWRITTEN: self._engine_only} if self._engine_only else {})
+        return data | ({_NEEDS_ENGINE: True} if self._needs_engine else {})
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:  # noqa: ANN401
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
         """The LLM that `to_dict` described, loaded by its name.
 
         kwargs: arguments that override ``data``; with ``engine``, or ``model`` and ``tokenizer``,
         nothing is loaded. ``data`` holds no functions, parsers and hub tokens: give them again.
 
-        Raises InvalidOption if ``data`` has ``engine_only``, and no ``engine`` is given.
+        Raises InvalidOption if ``data`` has ``needs_engine``, and no ``engine`` is given.
         """
         data = dict(data)
-        names = data.pop(_UNWRITTEN, ())
-        if names and kwargs.get("engine") is None:
+        if data.pop(_NEEDS_ENGINE, False) and kwargs.get("engine") is None:
             raise InvalidOption(
-                f"the LLM was made on an engine whose {', '.join(names)} no dictionary can hold, "
-                "and without which other caches would be looked for, or other answers given; make "
-                "that engine again and give it to from_dict as engine=, or, to go on with the "
-                f"defaults, leave {_UNWRITTEN!r} out of the dictionary"
+                "the LLM was made on an engine, which no dictionary can hold: another one might "
+                "look for other caches or answer otherwise; make that engine again and give it to "
+                f"from_dict as engine=, or leave {_NEEDS_ENGINE!r} out of the dictionary"
             )
-        spared = {
-            name
-            for live, names in MADE_BY.items()
-            if kwargs.get(live) is not None
-            for name in names
-            if name in data and name not in kwargs
-        }
-        llm: Self = super().from_dict(
-            {name: value for name, value in data.items() if name not in spared}, **kwargs
-        )
-        for name in spared:  # a later `to_dict` must have them
-            setattr(llm, name, data[name])
+        for live, names in MADE_BY.items():  # what loads it has no effect beside it
+            if kwargs.get(live) is not None:
+                data = {name: value for name, value in data.items() if name not in names}
+        llm: Self = super().from_dict(data, **kwargs)
         return llm
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -318,7 +299,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     # -- completions ------------------------------------------------------------------------
 
     @llm_completion_callback()
-    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:  # noqa: ANN401
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """The answer to a prompt, which becomes one user message of a chat model.
 
         ``completion_to_prompt`` and ``query_wrapper_prompt`` take the place of the chat template.
@@ -329,71 +310,64 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     @llm_completion_callback()
     def stream_complete(
-        self,
-        prompt: str,
-        formatted: bool = False,
-        **kwargs: Any,  # noqa: ANN401
+        self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """Like `complete`, as a stream: ``delta`` is new, ``text`` is everything so far.
 
         Errors are raised here. The last response has an empty delta and the complete report.
         """
-        return self._deltas(self._run(self._completion_prompt(prompt, formatted), kwargs), kwargs)
+        stream = self._run(self._completion_prompt(prompt, formatted), kwargs)
+        return (response for response, _ in self._deltas(stream, kwargs))
 
     @llm_completion_callback()
     async def acomplete(
-        self,
-        prompt: str,
-        formatted: bool = False,
-        **kwargs: Any,  # noqa: ANN401
+        self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """Like `complete`, off the event loop."""
         return await self._awhole(self._completion_prompt(prompt, formatted), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(
-        self,
-        prompt: str,
-        formatted: bool = False,
-        **kwargs: Any,  # noqa: ANN401
+        self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
-        complete = self._completion_prompt(prompt, formatted)
-        return self._adeltas(await self._arun(complete, kwargs), kwargs)
+        stream = await self._arun(self._completion_prompt(prompt, formatted), kwargs)
+        return (response async for response, _ in self._adeltas(stream, kwargs))
 
     # -- chat -------------------------------------------------------------------------------
 
     @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """The assistant's next message.
 
         The prompt is made by ``messages_to_prompt`` if it was given, else by the model's chat
         template, else by LlamaIndex's default.
         """
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        return to_chat(self._whole(prompt, kwargs), use)
+        response = self._whole(prompt, kwargs)
+        return to_chat(response, parts_of(response.text, use))
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
-        """Like `chat`, in responses as those of `stream_complete`."""
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Like `chat`, but streams: each response has the new text (``delta``) and all so far."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        return to_chats(self._deltas(self._run(prompt, kwargs), kwargs), use)
+        return (to_chat(*each) for each in self._deltas(self._run(prompt, kwargs), kwargs, use))
 
     @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Like `chat`, off the event loop."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        return to_chat(await self._awhole(prompt, kwargs), use)
+        response = await self._awhole(prompt, kwargs)
+        return to_chat(response, parts_of(response.text, use))
 
     @llm_chat_callback()
     async def astream_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        **kwargs: Any,  # noqa: ANN401
+        self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         """Like `stream_chat`, off the event loop."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        return to_achats(self._adeltas(await self._arun(prompt, kwargs), kwargs), use)
+        stream = await self._arun(prompt, kwargs)
+        return (to_chat(*each) async for each in self._adeltas(stream, kwargs, use))
 
     # -- objects ----------------------------------------------------------------------------
 
@@ -402,7 +376,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         output_cls: type[Model],
         prompt: PromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,  # noqa: ANN401  (what the template's variables stand for)
+        **prompt_args: Any,
     ) -> Model:
         """An object of ``output_cls``; llm_kwargs: options of the call.
 
@@ -423,7 +397,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         output_cls: type[Model],
         prompt: PromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,  # noqa: ANN401
+        **prompt_args: Any,
     ) -> Model:
         """Like `structured_predict`, off the event loop."""
         kwargs = self._with_schema(output_cls, llm_kwargs)
@@ -435,7 +409,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         output_cls: type[Model],
         prompt: PromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,  # noqa: ANN401
+        **prompt_args: Any,
     ) -> Generator[Any]:
         kwargs = self._with_schema(output_cls, llm_kwargs)
         return super()._structured_stream_call(output_cls, prompt, kwargs, **prompt_args)
@@ -445,7 +419,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         output_cls: type[Model],
         prompt: PromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,  # noqa: ANN401
+        **prompt_args: Any,
     ) -> AsyncGenerator[Any]:
         kwargs = self._with_schema(output_cls, llm_kwargs)
         return await super()._structured_astream_call(output_cls, prompt, kwargs, **prompt_args)
@@ -468,7 +442,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
         tool_choice: str | dict[str, Any] | None = None,
-        **kwargs: Any,  # noqa: ANN401  (options of the call)
+        **kwargs: Any,
     ) -> dict[str, Any]:
         messages = list(chat_history or [])
         if isinstance(user_msg, str):
@@ -488,7 +462,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         response: ChatResponse,
         tools: Sequence[BaseTool],
         allow_parallel_tool_calls: bool = False,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> ChatResponse:
         """The response; without parallel calls it keeps only its first call."""
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
@@ -499,10 +473,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         return response
 
     def get_tool_calls_from_response(
-        self,
-        response: ChatResponse,
-        error_on_no_tool_call: bool = True,
-        **kwargs: Any,  # noqa: ANN401
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
         """The calls of an answer. Raises InvalidOption if there are none, unless told otherwise."""
         found = [
@@ -568,40 +539,43 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         stream = self._run(prompt, given)
         text = "".join(stream)
-        return self._finished(text, stream, given)
+        self._end(stream, given)
+        return to_completion(text, stream.report)
 
     async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
         async with await self._arun(prompt, given) as stream:
             text = "".join([delta async for delta in stream])
-        return self._finished(text, stream, given)
+        self._end(stream, given)
+        return to_completion(text, stream.report)
 
     def _deltas(
-        self, stream: AnswerStream, given: Mapping[str, Any]
-    ) -> Generator[CompletionResponse]:
-        text = ""
+        self, stream: AnswerStream, given: Mapping[str, Any], use: ToolUse | None = None
+    ) -> Generator[tuple[CompletionResponse, ToolAnswer]]:
+        """The responses of a stream, with the parts of the answer so far."""
+        shown = ShownText(use)
         with closing(stream):
-            for delta in stream:
-                text += delta
-                yield to_completion(text, stream.report, delta)
-        yield self._finished(text, stream, given, delta="")
+            for piece in stream:
+                if delta := shown.push(piece):
+                    response = to_completion(shown.text, stream.report, delta)
+                    yield response, ToolAnswer(shown.text)
+        self._end(stream, given)
+        yield _last(stream, shown)
 
     async def _adeltas(
-        self, stream: AnswerStream, given: Mapping[str, Any]
-    ) -> AsyncGenerator[CompletionResponse]:
-        text = ""
+        self, stream: AnswerStream, given: Mapping[str, Any], use: ToolUse | None = None
+    ) -> AsyncGenerator[tuple[CompletionResponse, ToolAnswer]]:
+        """Like `_deltas`, for a task."""
+        shown = ShownText(use)
         async with stream:
-            async for delta in stream:
-                text += delta
-                yield to_completion(text, stream.report, delta)
-        yield self._finished(text, stream, given, delta="")
+            async for piece in stream:
+                if delta := shown.push(piece):
+                    response = to_completion(shown.text, stream.report, delta)
+                    yield response, ToolAnswer(shown.text)
+        self._end(stream, given)
+        yield _last(stream, shown)
 
-    def _finished(
-        self,
-        text: str,
-        stream: AnswerStream,
-        given: Mapping[str, Any],
-        delta: str | None = None,
-    ) -> CompletionResponse:
+    def _end(self, stream: AnswerStream, given: Mapping[str, Any]) -> None:
+        """Note the report. Raises AnswerCut for an object that was cut."""
         self._last_report = stream.report
         if given.get("json_schema") is not None and stream.finish_reason == "length":
             raise AnswerCut(
@@ -609,7 +583,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
                 "JSON was complete; give more max_new_tokens, or a schema with bounds (maxLength, "
                 "maxItems)"
             )
-        return to_completion(text, stream.report, delta)
+
+
+def _last(stream: AnswerStream, shown: ShownText) -> tuple[CompletionResponse, ToolAnswer]:
+    rest, found = shown.rest()
+    return to_completion(shown.text + rest, stream.report, rest + "".join(found.broken)), found
 
 
 @contextmanager
@@ -644,7 +622,7 @@ class _Retrievals(BaseEventHandler):
         """Name in serialised dispatchers."""
         return "SamKVRetrievals"
 
-    def handle(self, event: BaseEvent, **kwargs: Any) -> None:  # noqa: ANN401
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         if isinstance(event, RetrievalEndEvent):
             bodies = [body_of(found.node) for found in event.nodes]
             for engine in list(self._engines):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -21,10 +20,8 @@ from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm.local_llm import usage_of
 from samkv_integrations.llm.tool_calls import (
-    ShownText,
     ToolAnswer,
     ToolCall,
-    ToolUse,
     arguments_of,
     merged,
     of_calls,
@@ -150,13 +147,11 @@ def to_completion(text: str, report: Report, delta: str | None = None) -> Comple
     )
 
 
-def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatResponse:
-    """The response as an assistant's message. use: the tools whose calls it may hold.
+def to_chat(response: CompletionResponse, found: ToolAnswer) -> ChatResponse:
+    """The response as an assistant's message. found: its parts.
 
     The message holds no report, because LlamaIndex writes the kwargs of messages into prompts.
     """
-    found = ToolAnswer(response.text) if use is None else use.read(response.text)
-    broken = "".join(found.broken)
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in found.calls
@@ -164,7 +159,7 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
     return ChatResponse(
         message=ChatMessage(
             role=MessageRole.ASSISTANT,
-            blocks=[TextBlock(text=found.text + broken), *calls],
+            blocks=[TextBlock(text=found.full_text), *calls],
             # LlamaIndex's programs look for calls here
             additional_kwargs={"tool_calls": [call.model_dump() for call in calls]}
             if calls
@@ -174,46 +169,3 @@ def to_chat(response: CompletionResponse, use: ToolUse | None = None) -> ChatRes
         raw=response.raw,
         additional_kwargs=response.additional_kwargs,
     )
-
-
-def to_chats(
-    responses: Generator[CompletionResponse], use: ToolUse | None = None
-) -> Generator[ChatResponse]:
-    """A stream of completions as a stream of a chat, which holds back possible calls of tools."""
-    shown, response = ShownText(use), None
-    with closing(responses):
-        for response in responses:
-            if (chat := _next(response, use, shown)) is not None:
-                yield chat
-    if use is not None and response is not None:
-        yield _last(response, use, shown)
-
-
-async def to_achats(
-    responses: AsyncGenerator[CompletionResponse], use: ToolUse | None = None
-) -> AsyncGenerator[ChatResponse]:
-    """Like `to_chats`, for a task."""
-    shown, response = ShownText(use), None
-    async with aclosing(responses):
-        async for response in responses:
-            if (chat := _next(response, use, shown)) is not None:
-                yield chat
-    if use is not None and response is not None:
-        yield _last(response, use, shown)
-
-
-def _next(
-    response: CompletionResponse, use: ToolUse | None, shown: ShownText
-) -> ChatResponse | None:
-    """The response with the text that can be shown now; None if there is none."""
-    if use is None:
-        return to_chat(response)
-    if delta := shown.push(response.delta or ""):
-        return to_chat(response.model_copy(update={"text": shown.text, "delta": delta}))
-    return None
-
-
-def _last(response: CompletionResponse, use: ToolUse, shown: ShownText) -> ChatResponse:
-    whole = to_chat(response, use)
-    whole.delta = (whole.message.content or "")[len(shown.text) :]
-    return whole

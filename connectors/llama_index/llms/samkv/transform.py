@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.llms import LLM
@@ -12,10 +12,8 @@ from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import SourceOptions
-from samkv_integrations.engine.stream import off_loop
-from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.llm.engine_args import EngineRef, ModelSource, engine_of
+from samkv_integrations.engine.stream import twin
+from samkv_integrations.llm.engine_args import EngineRef
 
 
 class SamKVCacheTransform(TransformComponent):
@@ -26,16 +24,12 @@ class SamKVCacheTransform(TransformComponent):
 
     Args:
         llm, engine: what caches, one of the two.
-        model_name, kv_dir, ...: in place of them, the model to load and the folder of chunk caches,
-            see `SourceOptions`: plain values, from which another process can make a transform, such
-            as an actor of Ray.
         show_progress: whether to show a progress bar, on standard error. LlamaIndex's own
             ``show_progress`` of a pipeline or an index counts steps, and has no effect here.
 
     Pickles omit the engine, so pipelines must run with ``num_workers=None``.
 
-    Raises InvalidOption unless exactly one of llm, engine and model_name is given, or if an
-    argument would be ignored.
+    Raises InvalidOption unless exactly one of llm and engine is given.
 
     Instantiate:
         ```python
@@ -74,30 +68,8 @@ class SamKVCacheTransform(TransformComponent):
         llm: LLM | None = None,
         engine: Engine | None = None,
         show_progress: bool = False,
-        **source: Unpack[SourceOptions],
     ) -> None:
-        known = {*SourceOptions.__annotations__, "llm", "engine", "show_progress"}
-        for name in source.keys() - known:
-            raise UnknownOption.among("argument of SamKVCacheTransform", name, known)
-        given = ModelSource.model_validate(source)
-        if llm is not None or engine is not None:
-            if given != ModelSource():
-                raise InvalidOption(
-                    "llm and engine have their model and folder; leave the other arguments out, "
-                    "or give model_name and kv_dir in place of both"
-                )
-            held = EngineRef.of(llm, engine)
-        elif not given.model_name:
-            raise InvalidOption(
-                "give either llm (one of samkv-integrations) or engine, or model_name and kv_dir"
-            )
-        elif given.kv_dir is None:
-            raise InvalidOption(
-                f"model_name={given.model_name!r} without kv_dir: no other component could use "
-                "caches in this one's memory; give the kv_dir of the LLM"
-            )
-        else:
-            held = EngineRef(engine_of(given))
+        held = EngineRef.of(llm, engine)
         super().__init__()
         self.show_progress = show_progress
         self._engine = held
@@ -114,8 +86,8 @@ class SamKVCacheTransform(TransformComponent):
         return self._store_id
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVCacheTransform:  # noqa: ANN401
-        """The transform that `to_dict` described; kwargs, such as ``llm``, override ``data``."""
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> SamKVCacheTransform:
+        """The transform that `to_dict` described, with an ``llm`` or ``engine`` again."""
         options = {name: value for name, value in data.items() if name != "store_id"}
         transform: SamKVCacheTransform = super().from_dict(options, **kwargs)
         return transform
@@ -125,7 +97,7 @@ class SamKVCacheTransform(TransformComponent):
         """Name in serialised pipelines."""
         return "SamKVCacheTransform"
 
-    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Cache the nodes' texts; returns the nodes.
 
         kwargs: LlamaIndex passes them to every transform; ignored.
@@ -140,9 +112,7 @@ class SamKVCacheTransform(TransformComponent):
         )
         return nodes
 
-    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401
-        """Like a call, off the event loop."""
-        return await off_loop(self, nodes, **kwargs)
+    acall = twin(__call__)
 
 
 def body_of(node: BaseNode) -> str:

@@ -23,7 +23,7 @@ from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import off_loop
+from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm.engine_args import EngineRef
 from samkv_integrations.prompt.resolve import OnMiss
@@ -112,10 +112,7 @@ class SamKVPostprocessor(BaseNodePostprocessor):
         engine.announce(list(bodies.values()), self.on_miss, names=names, remedy=_REMEDY)
         return [node.model_copy(update={"node": self._shown(node.node)}) for node in nodes]
 
-    async def _apostprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
-    ) -> list[NodeWithScore]:
-        return await off_loop(self._postprocess_nodes, nodes, query_bundle)
+    _apostprocess_nodes = twin(_postprocess_nodes)
 
     def _shown(self, node: BaseNode) -> BaseNode:
         """The node as prompts show it: a copy if it differs, as stores may return their own."""

@@ -24,7 +24,7 @@ from samkv_integrations.chroma.client import chroma_errors, connect_collection, 
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import off_loop
+from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.llm.engine_args import EngineRef
 
@@ -111,20 +111,9 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         self._link = link
 
     @classmethod
-    def from_collection(
-        cls,
-        collection: Collection,
-        *,
-        llm: LLM | None = None,
-        engine: Engine | None = None,
-        cache_existing: bool = False,
-        show_progress: bool = False,
-    ) -> SamKVChromaVectorStore:
-        """The same as the constructor."""
-        return cls(
-            collection, llm=llm, engine=engine, cache_existing=cache_existing,
-            show_progress=show_progress,
-        )  # fmt: skip
+    def from_collection(cls, collection: Collection, **kwargs: Any) -> SamKVChromaVectorStore:
+        """The same as the constructor, whose arguments ``kwargs`` are."""
+        return cls(collection, **kwargs)
 
     @classmethod  # upstream takes any keyword there is
     def from_params(  # type: ignore[override]
@@ -135,16 +124,12 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         ssl: bool = False,
         headers: Mapping[str, str] | None = None,
         persist_dir: str | Path | None = None,
-        *,
-        llm: LLM | None = None,
-        engine: Engine | None = None,
-        cache_existing: bool = False,
-        show_progress: bool = False,
+        **kwargs: Any,
     ) -> SamKVChromaVectorStore:
         """A store on a collection that is made if there is none.
 
         persist_dir: folder of the database; or host, port, ssl, headers: those of a Chroma server.
-        llm, engine, cache_existing, show_progress: as for the constructor.
+        kwargs: llm, engine, cache_existing and show_progress, as for the constructor.
 
         Raises:
             InvalidOption: not exactly one of the two is given, or Chroma refuses.
@@ -163,10 +148,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             collection = connect_collection(
                 name=collection_name, create=True, headers=headers, **where
             )
-        return cls(
-            collection, llm=llm, engine=engine, cache_existing=cache_existing,
-            show_progress=show_progress, **where,
-        )  # fmt: skip
+        return cls(collection, **kwargs, **where)
 
     @classmethod
     def class_name(cls) -> str:
@@ -195,7 +177,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     # -- writing ----------------------------------------------------------------------------
 
-    def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:  # noqa: ANN401
+    def add(self, nodes: Sequence[BaseNode], **add_kwargs: Any) -> list[str]:
         """Cache the nodes' texts and write their records; returns the nodes' ids.
 
         For a node of `SamKVCacheTransform` it only checks that the file exists.
@@ -221,27 +203,23 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         )  # fmt: skip
         return [node.node_id for node in nodes]
 
-    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:  # noqa: ANN401
-        """Like `add`, off the event loop."""
-        return await off_loop(self.add, nodes, **kwargs)
+    async_add = twin(add)
 
-    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete the nodes of a document, and the caches that no record uses any more.
 
         delete_kwargs: LlamaIndex passes them to every vector store; ignored.
         """
         self.kv_link.delete(where={"document_id": ref_doc_id})
 
-    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:  # noqa: ANN401
-        """Like `delete`, off the event loop."""
-        await off_loop(self.delete, ref_doc_id, **delete_kwargs)
+    adelete = twin(delete)
 
     # Upstream declares a list of filters and takes one object, as the base class declares.
     def delete_nodes(  # type: ignore[override]
         self,
         node_ids: list[str] | None = None,
         filters: MetadataFilters | None = None,
-        **delete_kwargs: Any,  # noqa: ANN401
+        **delete_kwargs: Any,
     ) -> None:
         """Delete nodes, and the caches that no record uses any more.
 
@@ -252,22 +230,13 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         """
         self.kv_link.delete(ids=node_ids, where=_where(filters))
 
-    async def adelete_nodes(
-        self,
-        node_ids: list[str] | None = None,
-        filters: MetadataFilters | None = None,
-        **delete_kwargs: Any,  # noqa: ANN401
-    ) -> None:
-        """Like `delete_nodes`, off the event loop."""
-        await off_loop(self.delete_nodes, node_ids, filters, **delete_kwargs)
+    adelete_nodes = twin(delete_nodes)
 
     def clear(self) -> None:
         """Delete all nodes of the collection, and the caches that no other collection uses."""
         self.kv_link.clear()
 
-    async def aclear(self) -> None:
-        """Like `clear`, off the event loop."""
-        await off_loop(self.clear)
+    aclear = twin(clear)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -280,13 +249,9 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             found = self._get(None, where=where or {}, ids=node_ids or None)
         return _without_keys(found.nodes or [])
 
-    async def aget_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
-        """Like `get_nodes`, off the event loop."""
-        return await off_loop(self.get_nodes, node_ids, filters)
+    aget_nodes = twin(get_nodes)
 
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nodes nearest to the query's embedding.
 
         kwargs: those of `ChromaVectorStore.query`.
@@ -298,9 +263,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         _without_keys(result.nodes or [])
         return result
 
-    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:  # noqa: ANN401
-        """Like `query`, off the event loop."""
-        return await off_loop(self.query, query, **kwargs)
+    aquery = twin(query)
 
 
 def _embedding(node: BaseNode) -> list[float]:

@@ -1,0 +1,166 @@
+"""Hot chunks: caches that were read and verified, in memory, so that questions read no file."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
+from samkv_integrations.cache.files.chunk_file import ChunkFile
+from samkv_integrations.cache.index.index import Place
+from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.cache.store import Store, StoredChunk
+from samkv_integrations.errors import CacheMiss
+
+_HOST = torch.device("cpu")
+
+
+class HotChunk(MemoryChunk):
+    """A chunk cache out of `HotChunks`. Nothing is read for it.
+
+    entries: (L, T, E) uint8, on the host or the device.
+    """
+
+    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
+        super().__init__(chunk, fingerprint)
+        self.bytes_read = 0
+        self.entries = chunk.entries
+
+
+class HotChunks:
+    """Caches of chunk files in memory, packed as stored; the least recently used make room.
+
+    Before a cache is used, its file is opened, and must be the one that was read, unchanged. So a
+    chunk that any process has deleted, evicted or replaced is a miss, as it is without this class.
+    Memory of deleted chunks is freed by `sweep`. Thread-safe.
+
+    Args:
+        store: opens the other caches.
+        max_bytes: of all caches together; 0 for none.
+        devices: of the model's layers. With a GPU among them memory of the host is pinned. If all
+            layers are on one GPU, caches that are used a second time move there, up to
+            ``max_bytes`` of them, and back when they make room.
+    """
+
+    _all: ClassVar[WeakSet[HotChunks]] = WeakSet()
+
+    def __init__(
+        self, store: Store, max_bytes: int = 0, devices: Collection[torch.device] = ()
+    ) -> None:
+        self.max_bytes, self._store = max_bytes, store
+        on_gpu = {device for device in devices if device.type == "cuda"}
+        self._is_pinned = bool(on_gpu) and torch.cuda.is_available()
+        self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
+        # the most recently used one last; the file, which is closed, tells whether it is current
+        self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache]] = OrderedDict()
+        self._seen_deletion: int | None = None
+        self._lock = threading.Lock()
+        HotChunks._all.add(self)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the caches that are held, wherever they are."""
+        return sum(cache.n_bytes for _, cache in [*self._held.values()])
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        """As `Store.open`, which is asked for what is not held."""
+        place = (fingerprint.digest, key)
+        found = self._held.get(place)
+        if found is not None and not found[0].is_current():
+            self.sweep()
+            found = None
+        if found is None:
+            return self._store.open(key, fingerprint, token_ids)
+        file, cache = found
+        if token_ids is not None and cache.token_ids.tolist() != list(token_ids):
+            return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
+        with self._lock, suppress(RuntimeError):  # no memory is left: it stays where it is
+            if self._held.get(place) is found:  # else it was cleared, and goes with this question
+                cache = cache if self._gpu is None else self._on(self._gpu, cache)
+                self._hold(place, file, cache)
+        return HotChunk(cache, fingerprint)
+
+    def room_for(self, stored: StoredChunk) -> Tensor | None:
+        """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""
+        if not isinstance(stored, ChunkFile) or stored.layout.size > self.max_bytes:
+            return None
+        with suppress(RuntimeError):  # no memory is left
+            return self._empty(stored.layout.tensors["entries"].shape, torch.uint8)
+        return None
+
+    def keep(self, stored: StoredChunk, entries: Tensor) -> None:
+        """Hold a chunk of which all entries were read, and verified, into a tensor of `room_for`.
+
+        A chunk whose file was deleted or changed meanwhile is not held.
+        """
+        assert isinstance(stored, ChunkFile)
+        # what this question does not need may be damaged, and memory may be short
+        with suppress(CacheMiss, RuntimeError):
+            cache = stored.chunk(entries)
+            with self._lock:
+                if stored.is_current():
+                    self._hold((stored.fingerprint.digest, stored.key), stored, cache)
+
+    def _hold(self, place: Place, file: ChunkFile, cache: ChunkCache) -> None:
+        """Hold a cache as the most recently used one, and make room for it."""
+        self._held[place] = file, cache
+        self._held.move_to_end(place)
+        free = {"cpu": self.max_bytes, "cuda": self.max_bytes}
+        for place, (file, cache) in reversed([*self._held.items()]):
+            was = where = cache.entries.device.type
+            if free[where] < cache.n_bytes:
+                where = "cpu"
+            if free[where] < cache.n_bytes:
+                del self._held[place]
+                continue
+            free[where] -= cache.n_bytes
+            if where != was:
+                self._held[place] = file, self._on(_HOST, cache)
+
+    def _on(self, device: torch.device, cache: ChunkCache) -> ChunkCache:
+        """A cache on a device. The host waits for no copy, and does not read it."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if device != _HOST:
+                return tensor.to(device, non_blocking=True)
+            return self._empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
+        return replace(cache, entries=moved(cache.entries), key_range=moved(cache.key_range))
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor on the host."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned)
+
+    def follow(self, deletion: int) -> None:
+        """`sweep` if something was deleted since the last call. deletion: `Index.deletions`."""
+        if deletion != self._seen_deletion:
+            self._seen_deletion = deletion
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Free all caches whose file was deleted, evicted or replaced."""
+        with self._lock:
+            for place, (file, _) in [*self._held.items()]:
+                if not file.is_current():
+                    del self._held[place]
+
+    def clear(self) -> None:
+        """Free all caches; questions hold them again."""
+        with self._lock:
+            self._held.clear()
+
+    @classmethod
+    def clear_all(cls) -> None:
+        """Free the caches of all engines of this process."""
+        for each in [*cls._all]:
+            each.clear()

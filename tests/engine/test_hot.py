@@ -1,0 +1,320 @@
+"""Hot chunks: the same answers without reading a file, and never of what was deleted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from samkv_integrations import METHODS, ChunkStore, Engine
+from samkv_integrations.cache.files import chunk_file
+from samkv_integrations.cache.files.chunk_file import ChunkFile
+from samkv_integrations.cache.formats.quantise import STORE_BITS
+from samkv_integrations.cache.hot import HotChunk
+from samkv_integrations.engine.blend import Blend
+from samkv_integrations.errors import InvalidOption, OutOfMemory
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.model.model import Model
+from tests.laws.test_device import DEVICE, OnThisThread
+from tests.support.covering import covering
+from tests.support.laws import CHUNKS, FOLLOW, PROMPT
+from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.pretend_device import OnDevice, pretend_device
+
+TWICE = f"{PROMPT}\n\nAgain: {CHUNKS[0]} and > {CHUNKS[3][:30]}\n> {CHUNKS[3][30:]}"
+"""With a chunk that stands in it twice, and a chunk in two runs."""
+ROOM = 2**24
+
+
+def engine_on(folder: Path, *, hot_bytes: int | None = ROOM, **options: Any) -> Engine:
+    options = {"block_size": 8, "prefix_bytes": 0, "method": "reuse"} | options
+    store = ChunkStore(folder, namespace=options.pop("namespace", ""))
+    return Engine(options.pop("model", tiny_model()), store, hot_bytes=hot_bytes, **options)
+
+
+@pytest.fixture
+def hot(tmp_path: Path) -> Engine:
+    """An engine whose chunks are hot."""
+    engine = engine_on(tmp_path / "kv")
+    engine.cache_chunks(CHUNKS)
+    assert reused(engine) == len(CHUNKS) and engine.chunks.hot.n_bytes > 0
+    return engine
+
+
+def reused(engine: Engine, prompt: str = PROMPT, **options: Any) -> int:
+    options = {"max_new_tokens": 1, "on_miss": "text"} | options
+    return engine.generate(prompt, CHUNKS, **options).report.reused
+
+
+def elsewhere(work: Callable[[], object]) -> None:
+    """Run in another process."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the regions whose MAC was computed."""
+    seen: list[int] = []
+    mac = chunk_file.mac
+
+    def counted(key: bytes, position: int, data: bytes | memoryview) -> bytes:
+        seen.append(position)
+        return mac(key, position, data)
+
+    monkeypatch.setattr(chunk_file, "mac", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "bits"),
+    covering(
+        [name for name in METHODS if name != "auto"], ["none", *EVICTIONS], list(STORE_BITS)
+    ),
+)  # fmt: skip
+def test_a_second_question_reads_nothing_and_has_the_same_answer(
+    tmp_path: Path, checked: list[int], method: str, rule: str, bits: int
+) -> None:
+    cold, hot = (engine_on(tmp_path, hot_bytes=n, store_bits=bits) for n in (0, ROOM))
+    cold.cache_chunks(CHUNKS)
+    asked = {"follow": FOLLOW, "method": method, "eviction": rule}
+    expected = cold.logits(TWICE, CHUNKS, **asked)
+    first = hot.logits(TWICE, CHUNKS, **asked)
+    some = hot.logits(CHUNKS[1], CHUNKS[1:2], method="reuse")  # now at least one is hot
+    mixed = hot.logits(TWICE, CHUNKS, **asked)
+    hot.logits(TWICE, CHUNKS, method="reuse")  # which reads every chunk whole
+    checked.clear()
+    all_hot = hot.logits(TWICE, CHUNKS, **asked)
+    assert checked == []
+    assert hot.generate(TWICE, CHUNKS, method=method, max_new_tokens=1).report.bytes_read == 0
+    assert all(torch.equal(found, expected) for found in (first, mixed, all_hot))
+    assert torch.equal(some, cold.logits(CHUNKS[1], CHUNKS[1:2], method="reuse"))
+
+
+def delete_here(engine: Engine) -> None:
+    engine.delete(map(engine.key_of, CHUNKS))
+
+
+def delete_elsewhere(engine: Engine) -> None:
+    keys = [engine.key_of(text) for text in CHUNKS]
+    elsewhere(lambda: ChunkStore(engine.store.path).delete(*keys))  # type: ignore[attr-defined]
+
+
+def evict(engine: Engine) -> None:
+    engine.store.set_budget(1)  # type: ignore[attr-defined]
+
+
+def remove_store(engine: Engine) -> None:
+    shutil.rmtree(engine.store.path)  # type: ignore[attr-defined]
+
+
+GONE = [
+    delete_here, delete_elsewhere, lambda engine: engine.forget(CHUNKS), evict, remove_store
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("remove", GONE)
+def test_what_the_store_has_not_any_more_is_not_used(
+    hot: Engine, remove: Callable[[Engine], object]
+) -> None:
+    remove(hot)
+    if remove in (delete_here, GONE[2]):
+        assert hot.chunks.hot.n_bytes == 0  # before the next question
+    assert reused(hot) == 0
+    assert hot.chunks.hot.n_bytes == 0
+
+
+def test_memory_of_what_others_deleted_is_freed_by_any_question(hot: Engine) -> None:
+    delete_elsewhere(hot)
+    hot.generate("Hello", max_new_tokens=1)
+    assert hot.chunks.hot.n_bytes == 0
+
+
+def test_a_deletion_while_a_question_reads_is_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other, chunk = engine_on(tmp_path), engine_on(tmp_path), ChunkFile.chunk
+    engine.cache_chunks(CHUNKS)
+
+    def late(file: ChunkFile, entries: Tensor | None = None) -> object:
+        other.forget(CHUNKS)
+        engine.chunks.hot.sweep()
+        return chunk(file, entries)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFile, "chunk", late)
+        assert reused(engine) == len(CHUNKS)  # it had opened them before
+    assert engine.chunks.hot.n_bytes == 0 and reused(engine) == 0
+
+
+def test_questions_and_deletions_by_two_processes_at_once(tmp_path: Path) -> None:
+    engine, ends = engine_on(tmp_path), threading.Event()
+    told: list[tuple[float, int]] = []
+
+    def ask() -> None:
+        while not ends.is_set():
+            began = time.monotonic()
+            told.append((began, reused(engine)))
+
+    asking = [threading.Thread(target=ask) for _ in range(3)]
+    gone: list[tuple[float, float]] = []
+    engine.cache_chunks(CHUNKS)
+    for thread in asking:
+        thread.start()
+    try:
+        for _ in range(6):
+            n_told = len(told)
+            while len(told) < n_told + 6:
+                time.sleep(0.005)
+            delete_elsewhere(engine)
+            deleted = time.monotonic()
+            assert reused(engine) == 0
+            gone.append((deleted, time.monotonic()))
+            engine.cache_chunks(CHUNKS)
+    finally:
+        ends.set()
+        for thread in asking:
+            thread.join()
+    assert any(n for _, n in told)
+    assert not [n for began, n in told if n and any(a <= began <= b for a, b in gone)]
+
+
+@pytest.mark.parametrize("keeps_time", [False, True])
+def test_a_file_that_is_written_into_is_checked_again(hot: Engine, keeps_time: bool) -> None:
+    store = hot.store
+    file = store.file(hot.key_of(CHUNKS[0]), hot.fingerprint.digest)  # type: ignore[attr-defined]
+    before, data = file.stat(), bytearray(file.read_bytes())
+    data[-100] ^= 1
+    time.sleep(0.01)  # a tick of the file system's clock
+    file.write_bytes(data)
+    if keeps_time:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    report = hot.generate(PROMPT, CHUNKS, max_new_tokens=1, on_miss="text").report
+    assert report.chunk_misses == {"corrupt": 1} and not file.exists()
+
+
+def test_another_model_or_namespace_has_chunks_of_its_own(hot: Engine, tmp_path: Path) -> None:
+    hf = hf_model("llama")
+    engine = engine_on(tmp_path / "kv", model=Model(hf, byte_tokenizer(bos=True), "tiny"))
+    other = engine_on(tmp_path / "kv", namespace="other", model=engine.model)
+    assert reused(engine) == len(CHUNKS) and engine.chunks.hot.n_bytes > 0
+    assert reused(other) == 0 and other.chunks.hot.n_bytes == 0
+    with torch.no_grad():
+        hf.model.layers[0].self_attn.k_proj.weight[3, 5] += 9
+    assert reused(engine) == 0 and engine.chunks.hot.n_bytes == 0
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path)
+    engine.cache_chunks(CHUNKS)
+    n_bytes = []
+    for text in CHUNKS[:2]:
+        engine.generate(text, [text], max_new_tokens=1)
+        n_bytes.append(engine.chunks.hot.n_bytes)
+    small = engine_on(tmp_path, hot_bytes=n_bytes[1] + n_bytes[0] // 2)
+
+    def read(text: str) -> int:
+        return small.generate(text, [text], max_new_tokens=1).report.bytes_read
+
+    for text in (CHUNKS[0], CHUNKS[3], CHUNKS[0], CHUNKS[1]):
+        read(text)
+        assert small.chunks.hot.n_bytes <= small.chunks.hot.max_bytes
+    assert read(CHUNKS[0]) == 0 and read(CHUNKS[3]) > 0
+    small.chunks.hot.clear()
+    assert read(CHUNKS[0]) > 0
+
+
+@pytest.mark.parametrize("hot_bytes", [-1, 1.5, "1GB", True])
+def test_what_is_no_size_is_refused(tmp_path: Path, hot_bytes: Any) -> None:
+    with pytest.raises(InvalidOption, match=f"^hot_bytes={hot_bytes!r}; it must be a whole number"):
+        engine_on(tmp_path, hot_bytes=hot_bytes)
+
+
+def test_more_than_the_device_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidOption, match=rf"^hot_bytes={2**60}, and cpu has [0-9]+ bytes; give"):
+        engine_on(tmp_path, hot_bytes=2**60)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6000, 8000))
+    with pretend_device(), pytest.raises(InvalidOption, match="=8001, and cuda:0 has 8000 bytes"):
+        on_device(tmp_path, hot_bytes=8001)
+    with pretend_device():
+        assert on_device(tmp_path, hot_bytes=None).chunks.hot.max_bytes == 600
+
+
+def on_device(folder: Path, **options: Any) -> Engine:
+    model = Model(hf_model("llama").to(DEVICE), byte_tokenizer(bos=True), "tiny")
+    return engine_on(folder, model=model, scheduler=OnThisThread(model), **options)
+
+
+@pytest.mark.parametrize("method", ["reuse", "epic", "samkv-guided", "samkv-fusion"])
+def test_chunks_that_are_used_again_are_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The host waits no more often for them; what does not fit stays in the host's memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    on_cpu = engine_on(tmp_path, hot_bytes=0)
+    on_cpu.cache_chunks(CHUNKS)
+    asked = {"follow": FOLLOW[:2], "method": method}
+    expected = on_cpu.logits(TWICE, CHUNKS, **asked)
+    n_waits = {}
+    with pretend_device() as device:
+        for room in (0, ROOM, 34_000):
+            engine = on_device(tmp_path, hot_bytes=room)
+            for _ in range(3):
+                engine.logits(TWICE, CHUNKS, method="reuse")
+            before = device.waits.total()
+            found = engine.logits(TWICE, CHUNKS, **asked)
+            n_waits[room] = device.waits.total() - before
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+            if room:
+                with engine.resolve(TWICE, CHUNKS) as resolved:
+                    assert all(isinstance(each, HotChunk) for each in resolved.opened)
+                    assert all(isinstance(each.entries, OnDevice) for each in resolved.opened)  # type: ignore[attr-defined]
+                held = engine.chunks.hot.n_bytes
+                assert room == ROOM or room < held <= 2 * room  # on both
+    assert n_waits[ROOM] <= n_waits[0]
+
+
+class Full:
+    """A device that runs out of memory in the first passes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, n_times: int) -> None:
+        run = Blend.run
+        self.left = n_times
+
+        def failing(blend: Blend, *args: Any) -> Tensor:
+            if self.left:
+                self.left -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return run(blend, *args)
+
+        monkeypatch.setattr(Blend, "run", failing)
+
+
+def test_a_device_without_memory_frees_the_chunks_and_tries_again(
+    hot: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = engine_on(tmp_path / "kv", model=hot.model, scheduler=hot.scheduler)
+    assert reused(other) == len(CHUNKS)
+    expected = hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text
+    goes_on = other.stream(PROMPT, CHUNKS, max_new_tokens=40)
+    Full(monkeypatch, 1)
+    assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
+    assert hot.chunks.hot.n_bytes == other.chunks.hot.n_bytes == 0
+    Full(monkeypatch, 2)
+    with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer; retrieve few"):
+        hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
+    assert "".join(goes_on).startswith(expected)
+    assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
