@@ -176,7 +176,7 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
-                f"{name} is an object of this process; workers load the model: give model_name"
+                f"{name} is an object of this process, but workers load their own; give model_name"
             )
     if source.kv_dir is None:
         raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")

@@ -142,7 +142,7 @@ def test_a_worker_refuses_another_store_or_model(
     [
         ({"kv_dir": None}, {}, "kv_dir is needed"),
         ({"model": object()}, {}, "workers load their own"),
-        ({"device_map": "cuda"}, {}, "without a GPU"),
+        ({"device_map": "cuda"}, {}, "have no GPU"),
     ],
 )
 def test_what_cannot_be_sent_is_said_before_anything_begins(

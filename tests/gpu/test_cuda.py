@@ -154,7 +154,7 @@ LAWS = [
     Law(method=replace(METHODS["samkv-guided"], recompute=ALL_FIRST), equals="recompute"),
     Law(method=changed("samkv-guided", small_context=10_000), equals="recompute"),
     Law(method=changed("epic", first=0), equals="reuse"),
-    Law(method=changed("epic", ratio=1.0), equals="recompute"),
+    Law(method=changed("epic", first=10**6), equals="recompute"),
     Law(method=changed("cacheblend", ratio=1.0), equals="recompute"),
     Law(method=changed("a3", ratio=1.0), equals="recompute"),
     Law(
