@@ -10,7 +10,6 @@ and in bfloat16; nothing is downloaded. ``--parts paper`` needs no GPU: what fit
 
 from __future__ import annotations
 
-import inspect
 import json
 import statistics
 import subprocess
@@ -44,6 +43,7 @@ from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cli.loading import words
 from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.formatting import Row, commit
 from samkv_integrations.model.loading import load_model
@@ -83,14 +83,18 @@ class Run:
         model.identity._digests["weights"] = f"{self.shape}, random"  # 16 GB need not be hashed
         return model
 
-    def engine(self, n_chunks: int, chunk_tokens: int, **options: Any) -> tuple[Engine, str]:  # noqa: ANN401
-        """An engine that holds the chunks of a cell, and a prompt of all of them."""
+    def engine(self, n_chunks: int, chunk_tokens: int) -> tuple[Engine, str]:
+        """An engine that has cached the chunks of a cell, and a prompt of all of them."""
         texts = Words(self.model, 0)
         chunks = [texts.text(chunk_tokens) for _ in range(n_chunks)]
         store = ChunkStore(self.folder / f"{n_chunks}x{chunk_tokens}")
-        engine = Engine(self.model, store, prefix_bytes=0, exact_beginnings=False, **options)
+        engine = Engine(self.model, store, prefix_bytes=0, exact_beginnings=False, hot_bytes=2**31)
         engine.cache_chunks(chunks)
         return engine, str(rag_prompt("What is the name of the river?", chunks))
+
+    def ask(self, engine: Engine, prompt: str, reports: list[Report]) -> None:
+        """Answer with one token; its report comes to the others."""
+        reports.append(engine.generate(prompt, method=self.method, max_new_tokens=1).report)
 
     def plain(self, prompt: str, n_tokens: int, batch: int = 1) -> None:
         """Transformers' own greedy answers."""
@@ -111,12 +115,6 @@ class Run:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter() - began
 
-    def hot(self, cell: tuple[int, int]) -> tuple[Engine, str, Callable[[], None]]:
-        """An engine with a hot tier, if it knows one; and what empties that tier."""
-        has_one = "hot_bytes" in inspect.signature(Engine).parameters
-        engine, prompt = self.engine(*cell, **({"hot_bytes": 2**31} if has_one else {}))
-        return engine, prompt, engine.chunks.hot.clear if has_one else lambda: None  # type: ignore[attr-defined,unused-ignore]
-
 
 # -- parts, the most important first -----------------------------------------------------------
 
@@ -125,31 +123,30 @@ def first_token(run: Run) -> Iterator[Row]:
     """Seconds to the first token: of the third question hot, of the second pinned, of the first
     from disk; each over plain transformers in the same round."""
     for cell in run.cells:
-        engine, prompt, empty = run.hot(cell)
-        ask = partial(engine.generate, prompt, method=run.method, max_new_tokens=1)
+        engine, prompt = run.engine(*cell)
+        asked: list[Report] = []
+        ask = partial(run.ask, engine, prompt, asked)
         rounds: list[list[float]] = []
-        report = ask().report
         for _ in range(run.rounds + 1):
-            empty()
-            spent = [run.seconds(partial(run.plain, prompt, 1))]
-            spent += [run.seconds(ask) for _ in range(3)]
-            rounds.append(spent)
+            engine.chunks.hot.clear()
+            calls = (partial(run.plain, prompt, 1), ask, ask, ask)
+            rounds.append([run.seconds(call) for call in calls])
         of_rounds = list(zip(*rounds[1:], strict=True))  # the round before them warms up
         for at, where in ((3, "hot"), (2, "pinned"), (1, "disk"), (0, "plain")):
+            ratios = [mine / plain for mine, plain in zip(of_rounds[at], of_rounds[0], strict=True)]
+            report = asked[at - 4]  # of the last round
             yield {
                 "cell": cell, "where": where, "seconds": statistics.median(of_rounds[at]),
-                "over_plain": statistics.median(
-                    mine / plain for mine, plain in zip(of_rounds[at], of_rounds[0], strict=True)
-                ),
-                "ran": report.ran, "prompt_tokens": report.prompt_tokens,
-                "recomputed": round(report.recompute_ratio, 4),
+                "over_plain": statistics.median(ratios), "prompt_tokens": report.prompt_tokens,
+                **({"ran": report.ran, "recomputed": round(report.recompute_ratio, 4),
+                    "bytes_read": report.bytes_read} if at else {}),
             }  # fmt: skip
 
 
 def where_time_goes(run: Run) -> Iterator[Row]:
     """Kernels, launches, and lines at which the host waits, of a hot first token."""
-    engine, prompt, _ = run.hot(run.cells[0])
-    ask = partial(engine.generate, prompt, method=run.method, max_new_tokens=1)
+    engine, prompt = run.engine(*run.cells[0])
+    ask = partial(run.ask, engine, prompt, list[Report]())
     for _ in range(3):
         ask()
     on_gpu = run.model.device.type == "cuda"
@@ -184,7 +181,7 @@ def ingest_over_forward(run: Run) -> Iterator[Row]:
 
 def later_token(run: Run) -> Iterator[Row]:
     """Milliseconds of a later token of 1 and of 8 answers at a time, over plain transformers."""
-    engine, prompt, _ = run.hot(run.cells[-1])
+    engine, prompt = run.engine(*run.cells[-1])
 
     def ours(n_tokens: int, batch: int) -> None:
         with ThreadPoolExecutor(batch) as pool:
@@ -302,7 +299,7 @@ def on_gpu(
 ) -> None:  # fmt: skip
     """First token, where its time goes, ingest, later tokens, answers and tests on a GPU."""
     if dry_run:
-        shape, device, cells, rounds, answer_models = "tiny", "cpu", "3x48,2x32", 1, "builtin"
+        shape, device, cells, rounds, answer_models = "tiny", "cpu", "3x48,2x40", 1, "builtin"
     chosen = list(PARTS) if every else words(parts)
     if chosen != ["paper"] and (not chosen or not {*chosen} <= {*PARTS}):
         raise InvalidOption(f"--parts {parts!r}; give --all, paper, or some of {', '.join(PARTS)}")

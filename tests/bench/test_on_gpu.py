@@ -29,6 +29,8 @@ def test_the_dry_run_measures_every_part(tmp_path: Path):
     assert list(dict.fromkeys(row["part"] for row in rows)) == list(on_gpu.PARTS)
     of_first = [row for row in rows if row["part"] == "first" and "cell" in row]
     assert [row["where"] for row in of_first] == ["hot", "pinned", "disk", "plain"] * 2
+    read = [row["bytes_read"] > 0 for row in of_first if row["where"] != "plain"]
+    assert read == [False, False, True] * 2
     assert {row["over_plain"] for row in of_first if row["where"] == "plain"} == {1.0}
     later = [row["batch"] for row in rows if row["part"] == "later" and "batch" in row]
     assert later == [1, 8]
