@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from tqdm.auto import tqdm
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.chunk_file import ChunkFile
@@ -12,9 +16,6 @@ from samkv_integrations.cache.files.folder import Recovered, reconcile
 from samkv_integrations.cache.index.index import LOST, PRESENT, Place
 from samkv_integrations.cache.remote.tier import SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
-
-Progress = Callable[[int, int], None]
-"""Called with the number of chunks that are done, and of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +64,12 @@ def gc(store: ChunkStore) -> GcResult:
     return GcResult(recovered=recovered, n_forgotten=len(lost), bytes_freed=recovered.bytes_freed)
 
 
-def verify(
-    store: ChunkStore, *, repair: bool = False, progress: Progress | None = None
-) -> VerifyResult:
+def verify(store: ChunkStore, *, repair: bool = False, progress: bool = False) -> VerifyResult:
     """Read every cache of every namespace, and check all its bytes.
 
     repair: delete damaged caches, which are computed again when a prompt needs them. Without it,
         only the index is changed, to agree with the files.
+    progress: whether to show a progress bar on standard error.
 
     Raises StoreError if the store cannot be used.
     """
@@ -78,7 +78,7 @@ def verify(
     places = [place for place in store.index.places(None, PRESENT) if place[0] in made_by]
     damaged: list[Damage] = []
     n_bytes = n_repaired = 0
-    for number, (digest, key, namespace) in enumerate(places, 1):
+    for digest, key, namespace in tqdm(places, "verifying", unit="chunk", disable=not progress):
         try:
             file = store.file(key, digest)
             with ChunkFile(
@@ -94,8 +94,6 @@ def verify(
                     with suppress(StoreError):
                         store.index.lose([(digest, key)], are_damaged=True)
                         n_repaired += 1
-        if progress is not None:
-            progress(number, len(places))
     return VerifyResult(
         n_chunks=len(places), n_bytes=n_bytes, damaged=tuple(damaged), n_repaired=n_repaired,
         recovered=recovered,
@@ -114,7 +112,7 @@ class Moved:
     n_left: int
 
 
-def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
+def push(store: ChunkStore, *, progress: bool = False) -> Moved:
     """Send the namespace's chunks that the remote tier lacks. If it was emptied, it begins anew.
 
     Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
@@ -125,7 +123,7 @@ def push(store: ChunkStore, *, progress: Progress | None = None) -> Moved:
     ordinary = {made_by.digest for made_by in store.fingerprints()}
     places = store.index.places(store.namespace, PRESENT)
     here = {(digest, key) for digest, key, _ in places if digest in ordinary}
-    return _move(shared, shared.send, sorted(here - there), progress)
+    return _move(shared, shared.send, sorted(here - there), "pushing", progress)
 
 
 def pull(
@@ -133,7 +131,7 @@ def pull(
     keys: Collection[str] | None = None,
     *,
     max_bytes: int | None = None,
-    progress: Progress | None = None,
+    progress: bool = False,
 ) -> Moved:
     """Fetch chunks of the remote tier into the folder, the newest first, and index all of them.
 
@@ -145,13 +143,10 @@ def pull(
     chunks = shared.refresh()
     by_age = sorted(chunks, key=lambda place: -chunks[place].modified_at)
     lacking = [p for p in by_age if store.files.is_gone(*p) and (keys is None or p[1] in keys)]
-    wanted, n_bytes = [], 0
-    for place in lacking:
-        n_bytes += chunks[place].n_bytes
-        if max_bytes is not None and n_bytes > max_bytes:
-            break
-        wanted.append(place)
-    done = _move(shared, shared.bring, wanted, progress)
+    wanted = lacking
+    if max_bytes is not None:
+        wanted = lacking[: bisect([*accumulate(chunks[p].n_bytes for p in lacking)], max_bytes)]
+    done = _move(shared, shared.bring, wanted, "pulling", progress)
     return replace(done, n_left=done.n_left + len(lacking) - len(wanted))
 
 
@@ -164,11 +159,9 @@ def _shared(store: ChunkStore) -> SharedTier:
 
 
 def _move(
-    shared: SharedTier,
-    copy: Callable[[Place], int],
-    places: Sequence[Place],
-    progress: Progress | None,
-) -> Moved:
+    shared: SharedTier, copy: Callable[[Place], int], places: Sequence[Place], desc: str,
+    progress: bool,
+) -> Moved:  # fmt: skip
     def moved(place: Place) -> int | None:
         shared.objects.ask_again()  # one chunk that fails must not stop the others
         try:
@@ -177,9 +170,7 @@ def _move(
             shared.outage.tell(error)
             return None
 
-    copied = []
-    for n_done, size in enumerate(shared.objects.pool.map(moved, places), 1):
-        copied += [] if size is None else [size]
-        if progress is not None:
-            progress(n_done, len(places))
+    done = shared.objects.pool.map(moved, places)
+    bar = tqdm(done, desc, len(places), unit="chunk", disable=not progress)
+    copied = [size for size in bar if size is not None]
     return Moved(n_chunks=len(copied), n_bytes=sum(copied), n_left=len(places) - len(copied))

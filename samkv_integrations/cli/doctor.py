@@ -18,8 +18,7 @@ def doctor(
 ) -> None:  # fmt: skip
     """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
 
-    It says which --store-bits to take, and when full prefill is faster. 'samkv tune' counts right
-    answers.
+    It says when full prefill is faster. 'samkv tune' counts right answers.
     """
     from tqdm.auto import tqdm
 
@@ -36,8 +35,7 @@ def doctor(
         tables.write_json("doctor", model, [check.to_row() for check in checks])
     else:
         out = tables.console()
-        words = [(c.name, "failed" if not c.ok else "warning" if c.is_warning else "ok", c.detail)
-                 for c in checks]  # fmt: skip
+        words = [(c.name, "ok" if c.ok else "failed", c.detail) for c in checks]
         out.print(tables.table(("check", "", "detail"), words, left=3))
         verdict = f"FAILED: {', '.join(failed)}" if failed else "computed as by transformers"
         out.print(f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -259,17 +259,3 @@ def require_own_records(store: ChunkStore, database: Database, names: Sequence[s
                 f"not in {store.namespace!r}; give --namespace, and --collection for each that is "
                 "of that namespace"
             )
-
-
-@contextmanager
-def progress_bar(desc: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error; yields a function of the done and the total number."""
-    from tqdm.auto import tqdm
-
-    with tqdm(desc=desc, unit="chunk") as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, progress_bar, store_in
-from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.cli.loading import Index, store_in
+from samkv_integrations.errors import EmptyInput
 from samkv_integrations.formatting import Row, count, size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from samkv_integrations.cache.disk import ChunkStore
 
 DAMAGE_LEFT = SOME_LEFT = 1
 """Exit code if damaged caches remain, or if caches could not be copied."""
@@ -142,8 +141,7 @@ def verify(
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
-    with progress_bar("verifying") as show:
-        found = verify_caches(store_in(folder), repair=repair, progress=show)
+    found = verify_caches(store_in(folder), repair=repair, progress=True)
     n_damaged = len(found.damaged)
     row = {"n_chunks": found.n_chunks, "n_bytes": found.n_bytes, "n_damaged": n_damaged,
            "n_repaired": found.n_repaired}  # fmt: skip
@@ -209,9 +207,8 @@ def push(
     """
     from samkv_integrations.cache.upkeep import push as push_caches
 
-    store = _shared(folder, namespace, remote, is_new=False)
-    with progress_bar("pushing") as show:
-        done = push_caches(store, progress=show)
+    store = store_in(folder, namespace, remote, is_new=False)
+    done = push_caches(store, progress=True)
     _show("push", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
@@ -228,9 +225,8 @@ def pull(
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
-    store = _shared(folder, namespace, remote)
-    with progress_bar("pulling") as show:
-        done = pull_caches(store, max_bytes=limit, progress=show)
+    store = store_in(folder, namespace, remote)
+    done = pull_caches(store, max_bytes=limit, progress=True)
     _show("pull", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
 
 
@@ -243,11 +239,3 @@ def _show(
         return
     for each in shown:
         tables.console().print(each, soft_wrap=isinstance(each, str))
-
-
-def _shared(folder: Path, namespace: str, remote: str | None, **options: Any) -> ChunkStore:
-    if remote is None:
-        raise InvalidOption(
-            "--remote is missing; give the URL that machines share, or SAMKV_REMOTE"
-        )
-    return store_in(folder, namespace, remote, **options)

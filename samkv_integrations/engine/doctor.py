@@ -2,34 +2,28 @@
 
 It takes seconds on a small model. The checks of exactness come first: each computes the same
 numbers in two ways, one of them transformers' own, and a failure is a defect. Then comes advice,
-which never fails: which store_bits to use, and when full prefill is faster.
+which never fails: when full prefill is faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from samkv_integrations.cache.chunk import BlockScheme
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.formats.quantise import (
-    DEFAULT_STORE_BITS,
-    STORE_BITS,
     rotate,
     unrotate,
 )
-from samkv_integrations.engine.costs import CostModel, is_whole
+from samkv_integrations.engine.costs import is_whole
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.errors import InvalidChunk, InvalidOption
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout
-from samkv_integrations.prompt.rag_template import rag_prompt
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference that rounding may cause, as a share of the largest number compared."""
@@ -47,16 +41,6 @@ QUESTION = "Who laid the railway line to Ostmere?"
 
 PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
 
-QUESTIONS = (QUESTION, "How many books does the library hold?", "When was the harbour built?")
-"""Asked of `CHUNKS`, to measure the effect of fewer bits."""
-
-NEGLIGIBLE_KL = 0.05
-"""Mean KL divergence in nats that fewer bits may add to first tokens.
-
-A tenth of what reuse without recomputation changes on real paragraphs (docs/results.md). By
-Pinsker's inequality no probability then changes by more than sqrt(0.05 / 2) = 0.16 on average.
-"""
-
 CHUNK_TOKENS, QUESTION_TOKENS = 256, 32
 """Lengths of a chunk and of the question, in the prompts that times are estimated for."""
 
@@ -66,23 +50,19 @@ LONGEST_TOKENS = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check and its outcome. A warning is no failure: answers are still exact."""
+    """One check and its outcome."""
 
     name: str
     ok: bool
     detail: str
-    is_warning: bool = False
 
     def to_row(self) -> dict[str, str | bool]:
         """The check as a row of ``samkv doctor --json``."""
-        detail = f"warning: {self.detail}" if self.is_warning else self.detail
-        return {"check": self.name, "ok": self.ok, "detail": detail}
+        return {"check": self.name, "ok": self.ok, "detail": self.detail}
 
 
-def examine(
-    model: Model, store: ChunkStore | None = None
-) -> Generator[Check, None, tuple[int, CostModel]]:
-    """Yields the checks of ``model`` one by one; returns the advised bits and the measured costs.
+def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
+    """Yields the checks of ``model`` one by one.
 
     store: where the measured costs are kept; nothing else is written to disk.
 
@@ -94,11 +74,7 @@ def examine(
     with torch.inference_mode():
         for check in (_full_prefill, _prefix_reuse, _rotation, _tokens):
             yield check(engine)
-    advice, bits = bits_advice(model)
-    yield advice
-    measured = Engine(model, store, store_bits=bits)
-    yield speed_advice(measured)
-    return bits, measured.costs
+    yield speed_advice(Engine(model, store))
 
 
 # -- exactness --------------------------------------------------------------------------------
@@ -201,48 +177,6 @@ def _compare(
 
 
 # -- advice -----------------------------------------------------------------------------------
-
-
-def bits_advice(model: Model) -> tuple[Check, int]:
-    """The fewest bits that change first tokens negligibly, and what each number of bits does."""
-    most, *fewer = sorted(STORE_BITS, reverse=True)
-    advised, exact, told = most, _sample_logits(model, most), []
-    for bits in fewer:
-        try:
-            found = _sample_logits(model, bits)
-        except (InvalidChunk, InvalidOption) as error:
-            told.append(f"{bits} bits: {error}")
-            continue
-        change = fmean(_kl(full, other) for full, other in zip(exact, found, strict=True))
-        told.append(f"{bits} bits change first tokens by a KL divergence of {change:.1e}")
-        if change <= NEGLIGIBLE_KL:  # false for a NaN too
-            advised = bits
-    is_default = advised == DEFAULT_STORE_BITS
-    option = f"store_bits={advised} (--store-bits {advised})"
-    advice = f"take {advised}, the default" if is_default else f"take {option}"
-    detail = f"{advice}: {'; '.join(told)} (negligible up to {NEGLIGIBLE_KL})"
-    return Check(name="store_bits", ok=True, is_warning=not is_default, detail=detail), advised
-
-
-def _sample_logits(model: Model, bits: int) -> list[Tensor]:
-    """(vocabulary,) of the first token of each question, with chunks stored in ``bits``.
-
-    Each question is asked with every rotation of the chunks, as single prompts differ much.
-    """
-    engine = Engine(model, method="reuse", store_bits=bits)
-    engine.cache_chunks(CHUNKS)
-    rotations = [(*CHUNKS[first:], *CHUNKS[:first]) for first in range(len(CHUNKS))]
-    return [
-        engine.logits(rag_prompt(question, order), order, eviction="none")[0]
-        for question in QUESTIONS
-        for order in rotations
-    ]
-
-
-def _kl(full: Tensor, other: Tensor) -> float:
-    """KL(full || other) in nats, of logits (vocabulary,) each."""
-    theirs, mine = (logits.double().log_softmax(-1) for logits in (full, other))
-    return float(kl_div(mine, theirs, reduction="sum", log_target=True).clamp_min(0))
 
 
 def speed_advice(engine: Engine) -> Check:

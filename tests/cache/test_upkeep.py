@@ -198,9 +198,7 @@ class TestVerify:
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-        seen: list[tuple[int, int]] = []
-        found = verify(store, progress=lambda done, all_: seen.append((done, all_)))
-        assert seen == [(1, 2), (2, 2)]
+        found = verify(store, progress=True)
         assert [(one.key, one.reason) for one in found.damaged] == [(bad.key, "corrupt")]
         assert (found.n_chunks, found.n_repaired) == (2, 0) and file.exists()
         assert verify(store, repair=True).n_repaired == 1

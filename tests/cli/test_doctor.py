@@ -16,12 +16,6 @@ from samkv_integrations.model.loading import load_model
 from tests.cli.running import ran, rows_of, run
 
 
-@pytest.fixture(autouse=True)
-def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers take longest, and have their own tests."""
-    monkeypatch.setattr(doctor, "QUESTIONS", doctor.QUESTIONS[:1])
-
-
 def test_doctor_exits_with_1_if_a_check_fails(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:
     rows = rows_of("doctor", "--model", tiny)
     assert all(set(row) == {"check", "ok", "detail"} and row["ok"] for row in rows)

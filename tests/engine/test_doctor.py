@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -99,26 +97,3 @@ def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers()
     n_context = sum(len(chunk.replace(".\n", ".")) - 1 for chunk in CHUNKS)
     assert f" {n_context} of " in checks["tokens"].detail
     assert {chunk[-1] for chunk in CHUNKS} == {"."}
-
-
-@pytest.mark.parametrize(
-    ("limit", "advised", "warns"), [(1e9, 4, False), (1e-2, 8, True), (0.0, 16, True)]
-)
-def test_the_fewest_bits_that_change_little_are_advised(
-    monkeypatch: pytest.MonkeyPatch, limit: float, advised: int, warns: bool
-) -> None:
-    monkeypatch.setattr(doctor, "NEGLIGIBLE_KL", limit)
-    check, bits = doctor.bits_advice(tiny_model("qwen2"))
-    assert check.name == "store_bits" and bits == advised
-    assert check.ok and check.is_warning == warns
-    assert re.search(rf"take (store_bits=)?{advised}\b", check.detail)
-
-
-def test_values_that_no_scale_holds_are_a_warning() -> None:
-    hf = hf_model("llama")
-    with torch.no_grad():
-        hf.model.layers[0].self_attn.v_proj.weight.mul_(1e6)
-    checks = examined(Model(hf, byte_tokenizer(bos=True), "large"), "store_bits")
-    detail = checks["store_bits"].detail
-    assert detail.startswith("take store_bits=16")
-    assert detail.count("give store_bits=16") == 2  # for 8 bits, and for 4

@@ -51,7 +51,6 @@ _DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
-    torch.float64: "F64",
 }
 
 
@@ -425,10 +424,7 @@ class ChunkFile:
         )  # fmt: skip
 
     def text(self) -> str:
-        try:
-            return bytes(byte_view(self._group("text")[0])).decode(errors="surrogatepass")
-        except UnicodeDecodeError as error:
-            raise self._corrupt("text") from error
+        return bytes(byte_view(self._group("text")[0])).decode(errors="surrogatepass")
 
     def local_query(self) -> Tensor:
         return self._group("local_query")[0]
