@@ -1,238 +1,359 @@
-"""First token, decode and peak memory on a GPU, against plain transformers on the same model.
+"""Everything that a GPU is asked for, in ten minutes, the most important first.
 
-    python -m benchmarks.on_gpu --shape llama-3.1-8b --cells 10x1024 32x512
+    python -m benchmarks on_gpu --all --output rows.jsonl
+    python -m benchmarks on_gpu --all --dry-run               # a tiny model, on a CPU
 
-Random weights in the shape of models that people use, in bfloat16. The ways take turns, and figures
-are medians over rounds: seconds of an answer of one token, and of a later token. --profile says
-besides where the time of one first token goes, and where the host waits for the device.
-
-    python -m benchmarks.on_gpu --answers 12 --model smollm2
-
-Greedy answers of a real model there against those on the processor, float32 on both.
+Each part is a process of its own with a limit of its own, so a slow or failing one does not stop
+the others. Rows are written as they are measured. Weights are random, in a shape that people use
+and in bfloat16; nothing is downloaded. ``--parts paper`` needs no GPU: what fits on which card.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import models
+from benchmarks import ingest, models
+from benchmarks import options as own
 from benchmarks.answer_grid import Texts
-from benchmarks.memory import peak_of
+from benchmarks.commands import command_line
 from benchmarks.models import Words
 from benchmarks.run_settings import hardware
 from benchmarks.shapes import SHAPES
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cli.tables import markdown_table as table
+from samkv_integrations.cli.loading import words
 from samkv_integrations.engine.engine import Engine
-from samkv_integrations.formatting import commit, to_json
-from samkv_integrations.model.identity import weights_digest
+from samkv_integrations.engine.report import Report
+from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.formatting import Row, commit
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.rag_template import rag_prompt
 
-PLAIN = "plain transformers"
-WAYS = (PLAIN, "recompute", "reuse", "epic", "samkv-guided", "auto")
-MIXTURES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-30b-a3b": {
-        **SHAPES["qwen3-8b"], "model_type": "qwen3_moe", "hidden_size": 2_048,
-        "intermediate_size": 6_144, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
-        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "norm_topk_prob": True,
-    },
+ROOT = Path(__file__).parents[1]
+TINY: Mapping[str, Any] = {
+    "model_type": "llama", "vocab_size": 2_880, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 4_096,
 }  # fmt: skip
 N_STEPS = 32
+"""Tokens after the first, over which a later token is timed."""
 
 
-def build(shape: str, device: str, layers: int | None) -> Model:
-    """The model of a shape with random weights, whose answers no token ends."""
-    fields = dict({**SHAPES, **MIXTURES}[shape])
-    if layers is not None:
-        fields["num_hidden_layers"] = layers
-    name = f"{shape} (random weights)"
-    model = models.random_model(fields, name=name, dtype="bfloat16", device=device, seed=0)
-    model.eos_ids = frozenset()
-    # made again from the same seed, they are the same: 61 GB need not be hashed
-    model.identity._digests["weights"] = f"{shape} of {fields['num_hidden_layers']} layers"
-    return model
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is measured. cells: chunks of a prompt, and the tokens of each."""
 
+    shape: str
+    device: str
+    cells: tuple[tuple[int, int], ...]
+    method: str
+    rounds: int
+    answer_models: tuple[str, ...]
+    folder: Path
 
-class Ways:
-    """An engine over some chunks, and each way to answer a prompt of them."""
+    @cached_property
+    def model(self) -> Model:
+        """Random weights, the same in every part, whose answers no token ends."""
+        fields = TINY if self.shape == "tiny" else SHAPES[self.shape]
+        model = models.random_model(
+            fields, name=self.shape, dtype="bfloat16", device=self.device, seed=0
+        )
+        model.eos_ids = frozenset()
+        model.identity._digests["weights"] = f"{self.shape}, random"  # 16 GB need not be hashed
+        return model
 
-    def __init__(self, model: Model, folder: Path, n_chunks: int, chunk_tokens: int) -> None:
-        words = Words(model, 0)
-        self.model, self.chunks = model, [words.text(chunk_tokens) for _ in range(n_chunks)]
-        self.engine = Engine(model, ChunkStore(folder / f"{n_chunks}x{chunk_tokens}"))
-        began = time.perf_counter()
-        self.engine.cache_chunks(self.chunks)
-        self.ingest_s = time.perf_counter() - began
-        self.engine.calibrate()  # as `samkv doctor` does; auto goes by it
-        self.prompt = str(rag_prompt("What is the name of the river?", self.chunks))
-
-    def __call__(self, way: str, n_tokens: int) -> tuple[float, Any]:
-        """Seconds of an answer of so many tokens, and its report; the device has ended."""
-        self.engine.prefixes.clear()
-        wait_for(self.model.device)
-        began = time.perf_counter()
-        report = None
-        if way == PLAIN:
-            ids = self.model.tokenizer(self.prompt, return_tensors="pt").to(self.model.device)
-            ids.pop("token_type_ids", None)
-            with torch.inference_mode():
-                made = self.model.hf.generate(
-                    **ids, max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False,
-                    pad_token_id=0,
-                )  # fmt: skip
-            self.model.tokenizer.decode(made[0, -n_tokens:])
-        else:
-            report = self.engine.generate(self.prompt, method=way, max_new_tokens=n_tokens).report
-        wait_for(self.model.device)
-        return time.perf_counter() - began, report
-
-    def profiled(self, way: str) -> str:
-        """Where the time of a first token goes, and the lines at which the host waits."""
-        on_gpu = self.model.device.type == "cuda"
-        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        with profile(activities=kinds, experimental_config=every) as found:
-            self(way, 1)
-        events = found.key_averages()
-        by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        parts = [events.table(sort_by=by, row_limit=28, max_name_column_width=70)]
-        parts.append(events.table(sort_by="self_cpu_time_total", row_limit=18))
-        if on_gpu:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                self(way, 1)
-                torch.cuda.set_sync_debug_mode("default")
-            waits = Counter(f"{each.filename.split('/')[-1]}:{each.lineno}" for each in seen)
-            parts.append("\n".join(f"{n} waits at {at}" for at, n in waits.most_common(25)))
-        return "\n\n".join(parts)
-
-
-def wait_for(device: torch.device) -> None:
-    """Until it has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def rows_of(ways: Ways, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """A row of each way."""
-    first: dict[str, list[float]] = {name: [] for name in names}
-    step: dict[str, list[float]] = {name: [] for name in names}
-    reports: dict[str, Any] = {}
-    for at in range(rounds + 1):
-        for name in names:
-            spent, reports[name] = ways(name, 1)
-            whole, _ = ways(name, 1 + N_STEPS)
-            if at:  # the round before them warms up
-                first[name].append(spent)
-                step[name].append((whole - spent) / N_STEPS)
-    rows = []
-    for name in names:
-        report = reports[name]
-        rows.append({
-            "way": name, "ran": report.ran if report else name,
-            "chunks": len(ways.chunks), "prompt_tokens": report.prompt_tokens if report else None,
-            "first_s": statistics.median(first[name]),
-            "first_ratio": statistics.median(map(_over, first[name], first[names[0]])),
-            "step_ms": 1000 * statistics.median(step[name]),
-            "step_ratio": statistics.median(map(_over, step[name], step[names[0]])),
-            "peak_gb": peak_of(partial(ways, name, 1), ways.model.device).tensor_bytes / 1e9,
-            "read_gb": report.bytes_read / 1e9 if report else 0.0,
-            **({f"{stage}_s": getattr(report, f"{stage}_s")
-                for stage in ("ttft", "load", "select", "probe", "blend")} if report else {}),
-        })  # fmt: skip
-    return rows
-
-
-def answers(name: str, device: str, n: int) -> str:
-    """How many greedy answers of 32 tokens over real paragraphs are those of the processor."""
-    here, there = (load_model(name, device=one, dtype="float32") for one in ("cpu", device))
-    texts = Texts(here)
-    chunks = [texts.next(160) for _ in range(5 * n)]
-    engines = [Engine(here, MemoryStore()), Engine(there, MemoryStore())]
-    for engine in engines:
+    def engine(self, n_chunks: int, chunk_tokens: int) -> tuple[Engine, str]:
+        """An engine that has cached the chunks of a cell, and a prompt of all of them."""
+        texts = Words(self.model, 0)
+        chunks = [texts.text(chunk_tokens) for _ in range(n_chunks)]
+        store = ChunkStore(self.folder / f"{n_chunks}x{chunk_tokens}")
+        engine = Engine(self.model, store, prefix_bytes=0, exact_beginnings=False, hot_bytes=2**31)
         engine.cache_chunks(chunks)
-    lines = []
-    for way in ("recompute", "reuse", "samkv-guided"):
-        pairs = []
-        for at in range(n):
-            held = chunks[5 * at : 5 * at + 5]
-            prompt = rag_prompt("What do the texts say about this?", held, chat=here.asks_in_chat)
-            pairs.append([
-                engine.generate(prompt, method=way, max_new_tokens=N_STEPS).text
-                for engine in engines
-            ])  # fmt: skip
-        same = sum(one == other for one, other in pairs)
-        lines.append(f"{way}: {same} of {n} answers are the processor's")
-    return "\n".join(lines)
+        return engine, str(rag_prompt("What is the name of the river?", chunks))
+
+    def ask(self, engine: Engine, prompt: str, reports: list[Report]) -> None:
+        """Answer with one token; its report comes to the others."""
+        reports.append(engine.generate(prompt, method=self.method, max_new_tokens=1).report)
+
+    def plain(self, prompt: str, n_tokens: int, batch: int = 1) -> None:
+        """Transformers' own greedy answers."""
+        ids = self.model.tokenizer([prompt] * batch, return_tensors="pt").to(self.model.device)
+        ids.pop("token_type_ids", None)
+        with torch.inference_mode():
+            made = self.model.hf.generate(  # type: ignore[operator]
+                **ids, max_new_tokens=n_tokens, min_new_tokens=n_tokens, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+        self.model.tokenizer.batch_decode(made[:, -n_tokens:])
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds until the device has done what ``call`` tells it."""
+        began = time.perf_counter()
+        call()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+        return time.perf_counter() - began
 
 
-def _over(mine: float, base: float) -> float:
-    return mine / base
+# -- parts, the most important first -----------------------------------------------------------
+
+
+def first_token(run: Run) -> Iterator[Row]:
+    """Seconds to the first token: of the third question hot, of the second pinned, of the first
+    from disk; each over plain transformers in the same round."""
+    for cell in run.cells:
+        engine, prompt = run.engine(*cell)
+        asked: list[Report] = []
+        ask = partial(run.ask, engine, prompt, asked)
+        rounds: list[list[float]] = []
+        for _ in range(run.rounds + 1):
+            engine.chunks.hot.clear()
+            calls = (partial(run.plain, prompt, 1), ask, ask, ask)
+            rounds.append([run.seconds(call) for call in calls])
+        of_rounds = list(zip(*rounds[1:], strict=True))  # the round before them warms up
+        for at, where in ((3, "hot"), (2, "pinned"), (1, "disk"), (0, "plain")):
+            ratios = [mine / plain for mine, plain in zip(of_rounds[at], of_rounds[0], strict=True)]
+            report = asked[at - 4]  # of the last round
+            yield {
+                "cell": cell, "where": where, "seconds": statistics.median(of_rounds[at]),
+                "over_plain": statistics.median(ratios), "prompt_tokens": report.prompt_tokens,
+                **({"ran": report.ran, "recomputed": round(report.recompute_ratio, 4),
+                    "bytes_read": report.bytes_read} if at else {}),
+            }  # fmt: skip
+
+
+def where_time_goes(run: Run) -> Iterator[Row]:
+    """Kernels, launches, and lines at which the host waits, of a hot first token."""
+    engine, prompt = run.engine(*run.cells[0])
+    ask = partial(run.ask, engine, prompt, list[Report]())
+    for _ in range(3):
+        ask()
+    on_gpu = run.model.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=kinds, experimental_config=every) as found:
+        whole = run.seconds(ask)
+    of, events = "self_device_time_total" if on_gpu else "self_cpu_time_total", found.key_averages()
+    launches = sum(event.count for event in events if "LaunchKernel" in event.key)
+    total = sum(getattr(event, of) for event in events) / 1e6
+    yield {"profiled_s": whole, "kernels_s": total, "launches": launches}
+    for event in sorted(events, key=lambda event: -getattr(event, of))[:16]:
+        yield {"name": event.key[:70], "ms": getattr(event, of) / 1e3, "count": event.count}
+    if on_gpu:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            ask()
+            torch.cuda.set_sync_debug_mode("default")
+        at = Counter(f"{each.filename.split('/')[-1]}:{each.lineno}" for each in seen)
+        yield {"host_waits": sum(at.values()), "at": dict(at.most_common(12))}
+
+
+def ingest_over_forward(run: Run) -> Iterator[Row]:
+    """Caching chunks, in plain forwards over the same texts."""
+    for n_chunks, chunk_tokens in run.cells:
+        texts = ingest.texts_of(run.model, 2 * n_chunks, chunk_tokens)
+        folder = run.folder / f"ingest{chunk_tokens}"
+        found = ingest.measured(run.model, texts, folder, run.rounds)
+        yield {"chunks": len(texts), "chunk_tokens": chunk_tokens, **found}
+
+
+def later_token(run: Run) -> Iterator[Row]:
+    """Milliseconds of a later token of 1 and of 8 answers at a time, over plain transformers."""
+    engine, prompt = run.engine(*run.cells[-1])
+
+    def ours(n_tokens: int, batch: int) -> None:
+        with ThreadPoolExecutor(batch) as pool:
+            ask = partial(engine.generate, method=run.method, max_new_tokens=n_tokens)
+            list(pool.map(ask, [prompt] * batch))
+
+    for batch in (1, 8):
+        steps: dict[str, list[float]] = {"ours": [], "plain": []}
+        for round_ in range(run.rounds + 1):
+            for name in steps:
+                answer = ours if name == "ours" else partial(run.plain, prompt)
+                first, whole = (
+                    run.seconds(partial(answer, n, batch=batch)) for n in (1, 1 + N_STEPS)
+                )
+                if round_:
+                    steps[name].append(1000 * (whole - first) / N_STEPS)
+        mine, theirs = map(statistics.median, steps.values())
+        yield {"batch": batch, "ours_ms": mine, "plain_ms": theirs, "over_plain": mine / theirs}
+
+
+def answers(run: Run) -> Iterator[Row]:
+    """How many greedy answers over real paragraphs are the processor's, float32 on both."""
+    for name in run.answer_models:
+        try:
+            here, there = (load_model(name, device=at, dtype="float32")
+                           for at in ("cpu", run.device))  # fmt: skip
+        except Exception as error:  # whatever reads a model that is not there
+            yield {"model": Path(name).name, "skipped": f"{error}"[:200]}
+            continue
+        texts, engines = Texts(here), [Engine(model, MemoryStore()) for model in (here, there)]
+        chunks, n_asked = [texts.next(120) for _ in range(4)], 4 * run.rounds
+        for engine in engines:
+            engine.cache_chunks(chunks)
+        for method in ("recompute", run.method):
+            same = 0
+            for at in range(n_asked):
+                question = f"What do the texts say about {chunks[at % 4].split()[at]}?"
+                prompt = rag_prompt(question, chunks, chat=here.asks_in_chat)
+                one, other = (
+                    engine.generate(prompt, method=method, max_new_tokens=24).text
+                    for engine in engines
+                )
+                same += one == other
+            yield {"model": Path(name).name, "method": method, "same": same, "of": n_asked}
+
+
+def tests(run: Run) -> Iterator[Row]:
+    """The short ones of the tests that need a GPU."""
+    command = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    chosen = ["-k", "kernel or every_method or sampling or (llama and float32)"]
+    limit = PARTS["tests"][0] - 10  # so that it ends before this process is ended
+    done = subprocess.run(
+        [sys.executable, *command, *chosen], cwd=ROOT, capture_output=True, text=True,
+        timeout=limit, check=False,
+    )  # fmt: skip
+    yield {"exit": done.returncode, "said": done.stdout.strip().splitlines()[-12:]}
+
+
+PARTS: Mapping[str, tuple[int, Callable[[Run], Iterator[Row]]]] = {
+    "first": (170, first_token), "where": (70, where_time_goes),
+    "ingest": (100, ingest_over_forward), "later": (110, later_token),
+    "answers": (80, answers), "tests": (65, tests),
+}  # fmt: skip
+"""Name -> its limit in seconds, 595 together, and what measures it."""
+
+
+# -- on paper ------------------------------------------------------------------------------------
+
+
+def fits(shape: str, card_bytes: float, n_answers: int = 8) -> Row:
+    """What a card holds, with weights as bitsandbytes packs them (NF4), and entries in bfloat16.
+
+    A gigabyte is left to CUDA and to the tensors of a pass. hot_chunks: of 512 tokens, in 4 bits,
+    in a tenth of what is left. answer_tokens: of each answer, prompt included, in the rest.
+    """
+    fields = dict(SHAPES[shape])
+    with torch.device("meta"):
+        hf: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.bfloat16
+        )
+    packed = sum(each.numel() for each in hf.get_decoder().layers.parameters() if each.dim() == 2)
+    others = sum(each.numel() for each in hf.parameters()) - packed
+    weights = packed * (4 + 32 / 64) / 8 + 2 * others  # a float32 scale for 64 weights
+    n_layers, config = hf.config.num_hidden_layers, hf.config
+    kind = {"n_kv_heads": config.num_key_value_heads, "dtype": torch.bfloat16,
+            "head_dim": getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads}  # fmt: skip
+    stored, computed = (EntryFormat(bits=bits, **kind) for bits in (4, 16))
+    n_range = torch.Size(stored.range_shape(512)).numel()
+    chunk = n_layers * (512 * stored.n_bytes + 2 * n_range)
+    free = card_bytes - weights - 1e9
+    rest = int(0.9 * free / (n_answers * n_layers * computed.n_bytes))
+    return {
+        "card_gb": card_bytes / 1e9, "shape": shape, "weights_gb": round(weights / 1e9, 1),
+        "hot_gb": round(max(0.0, free / 10) / 1e9, 2), "hot_chunks": max(0, int(free / 10 / chunk)),
+        "answer_tokens": max(0, rest),
+    }  # fmt: skip
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def on_gpu(
+    every: Annotated[bool, typer.Option("--all", help="All parts, each with its limit.")] = False,
+    parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}; or paper.")] = "",
+    shape: own.Shape = "llama-3.1-8b", device: own.ShapeDevice = "cuda",
+    cells: Annotated[str, typer.Option(help="Chunks x their tokens.")] = "10x1024,4x512",
+    method: Annotated[str, typer.Option(help="That is timed.")] = "epic",
+    rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 3,
+    answer_models: Annotated[
+        str, typer.Option(help="Whose answers are compared: names and GGUF files.")
+    ] = "smollm2",
+    output: Annotated[Path | None, typer.Option(help="File of rows (JSON lines).")] = None,
+    dry_run: Annotated[bool, typer.Option(help="A tiny model on the CPU.")] = False,
+) -> None:  # fmt: skip
+    """First token, where its time goes, ingest, later tokens, answers and tests on a GPU."""
+    if dry_run:
+        shape, device, cells, rounds, answer_models = "tiny", "cpu", "3x48,2x40", 1, "builtin"
+    chosen = list(PARTS) if every else words(parts)
+    if chosen != ["paper"] and (not chosen or not {*chosen} <= {*PARTS}):
+        raise InvalidOption(f"--parts {parts!r}; give --all, paper, or some of {', '.join(PARTS)}")
+    if shape not in (*SHAPES, "tiny"):
+        raise UnknownOption.among("shape", shape, [*SHAPES, "tiny"])
+    output = output.absolute() if output else None
+
+    def tell(part: str, row: Row) -> None:
+        line = json.dumps({"part": part, **row})
+        typer.echo(line)
+        sys.stdout.flush()
+        if output is not None:
+            with output.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    if chosen == ["paper"]:
+        for card in (8e9, 12e9, 16e9, 24e9):
+            for name in ("llama-3.2-3b", "qwen2.5-7b", "llama-3.1-8b", "qwen3-14b"):
+                tell("paper", fits(name, card))
+        return
+    if len(chosen) > 1:
+        for part in chosen:
+            said = [f"--shape={shape}", f"--device={device}", f"--cells={cells}",
+                    f"--method={method}", f"--rounds={rounds}", f"--answer-models={answer_models}",
+                    f"--parts={part}", *([f"--output={output}"] if output else [])]  # fmt: skip
+            command = [sys.executable, "-m", "benchmarks", "on_gpu", *said]
+            try:
+                subprocess.run(command, cwd=ROOT, timeout=PARTS[part][0], check=False)
+            except subprocess.TimeoutExpired:
+                tell(part, {"error": f"stopped after {PARTS[part][0]} s"})
+        return
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(
+            shape=shape, device=device, method=method, rounds=rounds, folder=Path(folder),
+            cells=tuple(tuple(map(int, cell.split("x"))) for cell in words(cells)),  # type: ignore[misc]
+            answer_models=tuple(words(answer_models)),
+        )  # fmt: skip
+        try:
+            for row in PARTS[chosen[0]][1](run):
+                tell(chosen[0], row)
+        except Exception:
+            tell(chosen[0], {"error": traceback.format_exc(limit=-3)})
+        where = hardware(run.model)["device"] if "model" in vars(run) else device
+        took = time.perf_counter() - began
+        tell(chosen[0], {"seconds": took, "device": where, "shape": shape, "commit": commit()})
+
+
+app = command_line(on_gpu)
 
 
 def main() -> None:
-    """A table of each cell on standard output, and all rows in a file with ``--json``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=[*SHAPES, *MIXTURES])
-    parser.add_argument("--layers", type=int, help="of the shape's")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--cells", nargs="+", default=["10x1024"], help="chunks x their tokens")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", metavar="WAY")
-    parser.add_argument("--digest", action="store_true", help="time the hash of all weights")
-    parser.add_argument("--answers", type=int, help="compared with the processor's")
-    parser.add_argument("--model", default="smollm2", help="that answers")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.answers:
-        sys.stdout.write(f"{answers(args.model, args.device, args.answers)}\n")
-        return
-    names = [PLAIN, *(way for way in args.ways if way != PLAIN)]
-    model = build(args.shape, args.device, args.layers)
-    began = time.perf_counter()
-    if args.digest:
-        weights_digest(model.hf)
-        sys.stdout.write(f"hashing all weights took {time.perf_counter() - began:.1f} s\n")
-    sys.stdout.write(f"{model.name}, {hardware(model)['device']}, commit {commit()}\n")
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in args.cells:
-            ways = Ways(model, Path(folder), *map(int, cell.split("x")))
-            found = rows_of(ways, names, args.rounds)
-            rows += [{"cell": cell, "ingest_s": ways.ingest_s, **row} for row in found]
-            columns = [name for name, value in found[-1].items() if isinstance(value, float)]
-            lines = [
-                [row["way"], row["ran"], *(f"{row.get(name, 0.0):.3f}" for name in columns)]
-                for row in found
-            ]  # fmt: skip
-            sys.stdout.write(
-                f"\n{cell}: {found[-1]['prompt_tokens']} tokens, ingest "
-                f"{ways.ingest_s:.2f} s\n{table(('way', 'ran', *columns), lines)}\n"
-            )
-            sys.stdout.flush()
-            if args.profile:
-                sys.stdout.write(f"{ways.profiled(args.profile)}\n")
-    if args.json:
-        args.json.write_text(to_json("on_gpu", model.name, rows, hardware(model)))
+    """Run the benchmark as the command line says."""
+    app(prog_name="python -m benchmarks on_gpu")
 
 
 if __name__ == "__main__":

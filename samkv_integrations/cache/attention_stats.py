@@ -6,7 +6,7 @@ docs/architecture.md has the legend of shapes; P is the number of prefix tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,12 +40,12 @@ PUBLISHED_STABLE_LAYERS: Mapping[tuple[str, int, int, int], tuple[int, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStatistics:
-    """How the attention to each token of a chunk decays with distance, in one layer.
+    """How the attention to each token of C chunks decays with distance, in one layer.
 
-    alpha: (T,) float32, exponent of the power law a ~ x^-alpha, fitted to the attention from the
+    alpha: (C, T) float32, exponent of the power law a ~ x^-alpha, fitted to the attention from the
     tokens x = 1, 2, ... places later; a small one means lasting attention. nan if fewer than
     `MIN_LATER` tokens follow.
-    sustained: (T,) float32, mean attention from all later tokens; nan for the last token.
+    sustained: (C, T) float32, mean attention from all later tokens; nan for the last token.
     """
 
     alpha: Tensor
@@ -54,53 +54,63 @@ class LayerStatistics:
 
 @torch.no_grad()
 def layer_statistics(
-    query: Tensor, key: Tensor, scaling: float, *, n_prefix: int = 0, tile: int = 256,
-    value: Tensor | None = None, out: Tensor | None = None,
+    query: Tensor, key: Tensor, scaling: float, *, n_later: Tensor, n_prefix: int = 0,
+    tile: int = 256, value: Tensor | None = None, out: Tensor | None = None,
 ) -> LayerStatistics:  # fmt: skip
-    """Statistics of a chunk's causal attention to itself, mean over heads (paper: Appendix A.1).
+    """Statistics of each chunk's causal attention to itself, mean over heads (paper: Appendix A.1).
 
-    query: (H, T, D), key: (G, P + T, D), both rotated as in the prefill; consecutive query heads
-    share a key-value head. The first ``n_prefix`` keys take part in the softmax and get no
+    query: (C, H, T, D), key: (C, G, P + T, D), both rotated as in the prefill; consecutive query
+    heads share a key-value head. The first ``n_prefix`` keys take part in the softmax and get no
     statistics. ``scaling`` multiplies the logits.
-    value: (G, P + T, D), or None. With values, ``out`` (H, T, D) is filled with the attention's
-    output, so that a layer computes its scores once.
+    n_later: (C, T) int64, how many tokens of its chunk follow each token; negative behind the end
+    of a chunk that is shorter than T, where any finite numbers stand and nothing is counted.
+    value: (C, G, P + T, D), or None. With values, ``out`` (C, H, T, D) is filled with the
+    attention's output, so that a layer computes its scores once.
 
     The softmax runs in float32 over ``tile`` queries at a time. One pass is enough, because the
     least-squares slope of a column is linear in its logarithms: with u = log x,
     slope = sum((u - mean u) log a) / sum((u - mean u)^2), and both moments of u depend only on the
     number of later tokens.
     """
-    n_heads, n_tokens, dim = query.shape
-    n_kv_heads = key.shape[0]
-    assert key.shape == (n_kv_heads, n_prefix + n_tokens, dim) and n_heads % n_kv_heads == 0
+    n_chunks, n_heads, n_tokens, dim = query.shape
+    n_kv_heads = key.shape[1]
+    assert key.shape == (n_chunks, n_kv_heads, n_prefix + n_tokens, dim)
+    assert n_heads % n_kv_heads == 0
     device = query.device
     query, key = query.float(), key.float()
-    n_later, mean_u, spread_u = (m.to(device, torch.float32) for m in _log_distances(n_tokens))
+    mean_u, spread_u = (m[n_later.clamp(min=0)] for m in _log_distances(n_tokens, device))
+    is_token = (n_later >= 0).float()[..., None] if n_chunks > 1 else None
     u, hidden = _distances(n_tokens, tile, device)
-    received = torch.zeros(n_tokens, dtype=torch.float32, device=device)
-    slope = torch.zeros(n_tokens, dtype=torch.float32, device=device)
+    received = torch.zeros(n_chunks, n_tokens, dtype=torch.float32, device=device)
+    slope = torch.zeros_like(received)
     for start in range(0, n_tokens, tile):
         stop = min(start + tile, n_tokens)
         n_rows, n_seen = stop - start, n_prefix + stop
         # Keys after the tile are masked for all its queries; omitting them halves the work.
         # Heads of one group are consecutive, so they stack over their common key head.
-        grouped = query[:, start:stop].reshape(n_kv_heads, -1, dim)
-        logits = query.new_empty(n_kv_heads, grouped.shape[1], n_seen)
-        torch.baddbmm(logits, grouped, key[:, :n_seen].mT, beta=0, alpha=scaling, out=logits)
-        logits = logits.view(n_heads, n_rows, n_seen)
+        grouped = query[:, :, start:stop].reshape(n_chunks * n_kv_heads, -1, dim)
+        logits = query.new_empty(len(grouped), grouped.shape[1], n_seen)
+        keys = key[:, :, :n_seen].flatten(0, 1)
+        torch.baddbmm(logits, grouped, keys.mT, beta=0, alpha=scaling, out=logits)
+        logits = logits.view(n_chunks, n_heads, n_rows, n_seen)
         logits[..., n_prefix + start :] += hidden[:n_rows, :n_rows]
         weights = logits.softmax(-1)
         if value is not None and out is not None:
-            grouped = weights.to(value.dtype).view(n_kv_heads, -1, n_seen)
-            out[:, start:stop] = (grouped @ value[:, :n_seen]).view(n_heads, n_rows, -1)
-        attention = weights.mean(0)[:, n_prefix:]
-        attention[:, start:].tril_(-1)  # what later tokens pay
-        received[:stop] += attention.sum(0)
+            grouped = weights.to(value.dtype).view(n_chunks * n_kv_heads, -1, n_seen)
+            output = grouped @ value[:, :, :n_seen].flatten(0, 1)
+            out[:, :, start:stop] = output.view(n_chunks, n_heads, n_rows, -1)
+        attention = weights.mean(1)[..., n_prefix:]
+        attention[..., start:].tril_(-1)  # what later tokens pay
+        if is_token is not None:
+            attention *= is_token[:, start:stop]
+        received[:, :stop] += attention.sum(1)
         log_attention = attention.clamp_(min=ATTENTION_FLOOR).log_()
-        log_attention[:, start:].tril_(-1)
+        log_attention[..., start:].tril_(-1)
+        if is_token is not None:
+            log_attention *= is_token[:, start:stop]
         first = u.shape[1] - tile - start  # the column of u that is the chunk's first token
-        centred_u = u[:n_rows, first : first + stop] - mean_u[:stop]
-        slope[:stop] += (centred_u * log_attention).sum(0)
+        centred_u = u[:n_rows, first : first + stop] - mean_u[:, None, :stop]
+        slope[:, :stop] += (centred_u * log_attention).sum(1)
     # Short columns become nan: spread_u is nan there, and so is 0 / 0.
     return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
 
@@ -120,22 +130,24 @@ def _distances(n_tokens: int, tile: int, device: torch.device) -> tuple[Tensor, 
 
 
 @lru_cache(maxsize=32)
-def _log_distances(n_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of u = log x for the fit, per token, (T,) float64 each.
+def _log_distances(n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Moments of u = log x for the fit, for n = 0 to T - 1 later tokens, (T,) float32 each.
 
-    n, the number of later tokens; the mean of u over x = 1 ... n; the sum of squared deviations
-    from that mean, nan where n is below `MIN_LATER`.
+    The mean of u over x = 1 ... n; the sum of squared deviations from that mean, nan where n is
+    below `MIN_LATER`.
     """
     count = torch.arange(n_tokens, dtype=torch.float64)
     u = count.clamp(min=1).log()
     mean = u.cumsum(0) / count.clamp(min=1)
     spread = u.square().cumsum(0) - count * mean.square()
     spread[:MIN_LATER] = torch.nan
-    return count.flip(0), mean.flip(0), spread.flip(0)
+    return mean.to(device, torch.float32), spread.to(device, torch.float32)
 
 
-def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> ChunkStatistics:
+def chunk_statistics(alpha: Tensor, sustained: Tensor, blocks: ChunkBlocks) -> ChunkStatistics:
     """Leading and trailing blocks, outlier tokens and stable layers of a chunk, on the CPU.
+
+    alpha, sustained: (L, T), of `LayerStatistics` in each layer.
 
     Importance of a block (Appendix A.1): the smallest alpha among its tokens; smallest first.
     Unimportance: the highest sustained attention among its tokens; lowest first. In both orders,
@@ -146,9 +158,6 @@ def chunk_statistics(layers: Sequence[LayerStatistics], blocks: ChunkBlocks) -> 
     if the leading block's alpha is below mean - 3 sigma over the layer's blocks. A chunk with fewer
     than `MIN_PAUTA` such blocks has no stable layer.
     """
-    one = layers[0].alpha.device  # layers may be on several devices
-    alpha = torch.stack([layer.alpha.to(one) for layer in layers]).cpu()  # (L, T)
-    sustained = torch.stack([layer.sustained.to(one) for layer in layers]).cpu()
     assert alpha.shape[1] == blocks.n_tokens
     importance = _by_block(alpha.nan_to_num(nan=torch.inf), blocks, torch.inf).amin(2)  # (L, N)
     prominence = _by_block(sustained.nan_to_num(nan=-torch.inf), blocks, -torch.inf).amax(2)
@@ -227,10 +236,8 @@ def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
 # -- mean keys of blocks --------------------------------------------------------------------------
 
 
-def quantise_means(keys: Tensor, blocks: ChunkBlocks) -> BlockMeans:
-    """Mean of the un-rotated keys (L, T, G, D) of each middle block, in int8."""
-    assert keys.shape[1] == blocks.n_tokens
-    means = mean_of_blocks(keys, blocks.lengths)[:, list(blocks.middle_blocks)]
+def quantise_means(means: Tensor) -> BlockMeans:
+    """Means of middle blocks (L, Nm, G, D) in int8."""
     # Half a step is added because a subnormal float16 scale could be rounded down by more than
     # half a code, and to 0.
     scale = as_half(means.abs().amax(-1) / 127 + HALF_STEP)

@@ -106,7 +106,7 @@ def cache_on_ray(
                     new.append(found)
                 places_of.setdefault(found.key, []).append(place)
         missed = [ref for ref in chunks.look_up(new) if ref.state == "missed"]
-        work += [(number, group) for group in batches(missed)]
+        work += [(number, group) for group in batches(missed, engine.model.device)]
 
     n_told = 0
 

@@ -32,7 +32,13 @@ from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
-from samkv_integrations.engine.prefill import Before, batches, entries_before, prefill
+from samkv_integrations.engine.prefill import (
+    Before,
+    PrefilledChunks,
+    batches,
+    entries_before,
+    prefill,
+)
 from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
@@ -399,6 +405,10 @@ class Chunks:
         for key in {ref.key for ref in chunks} - missed.keys():
             self.store.touch(key, self.fingerprint)
         fingerprint, is_same_model = self.while_computing()
+
+        def keep(caches: PrefilledChunks, at: int) -> int:
+            return self.keep(since, caches[at])
+
         with ThreadPoolExecutor(_WRITERS) as writers:
             written: Iterator[int] = iter(())
             try:
@@ -409,7 +419,7 @@ class Chunks:
                 if missed:
                     of_prefix = partial(self._entries_before, fingerprint, is_same_model)
                     before = self._run(of_prefix)
-                for batch in batches(list(missed.values())):
+                for batch in batches(list(missed.values()), self.model.device):
                     caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
                     if not is_same_model():
                         raise StoreError(
@@ -418,7 +428,7 @@ class Chunks:
                         )
                     for n_tokens in written:  # of the batch before, while this one was computed
                         on_written(n_tokens)
-                    written = writers.map(partial(self.keep, since), caches)
+                    written = writers.map(partial(keep, caches), range(len(caches)))
                 for n_tokens in written:
                     on_written(n_tokens)
             except BaseException:  # an interruption does not wait for a whole batch
@@ -458,7 +468,7 @@ class Chunks:
         fingerprint, is_same_model = self.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
         before = self._entries_before(fingerprint, is_same_model) if chunks else ()
-        pending = batches(chunks)
+        pending = batches(chunks, self.model.device)
         while pending:
             batch = pending.pop(0)
             try:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.cache.attention_stats import (
-    LayerStatistics,
     chunk_statistics,
     layer_statistics,
     quantise_means,
@@ -32,6 +31,8 @@ several, as in a prompt. They halve what `reuse` loses on short chunks of SmolLM
 (docs/decisions.md)."""
 
 BATCH_TOKENS = 1024
+DEVICE_BATCH_TOKENS = 2048
+"""Tokens of a batch on a CPU and on a device, whose host launches operations meanwhile."""
 BATCH_CHUNKS = 32
 """Limits of a batch: while chunks are cached, an answer waits for one batch at most."""
 
@@ -53,16 +54,17 @@ def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[in
     return (*bos, *model.tokenize(DOCUMENTS_BEFORE, special=False))
 
 
-def batches(chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
-    """Group chunks, in order, for one pass each; a longer chunk has a pass of its own.
+def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[ChunkRef]]:
+    """Group chunks of similar length for one pass each; a longer chunk has a pass of its own.
 
     At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens.
     """
+    most_tokens = BATCH_TOKENS if device.type == "cpu" else DEVICE_BATCH_TOKENS
     grouped: list[list[ChunkRef]] = []
     n_tokens = 0
-    for chunk in chunks:
+    for chunk in sorted(chunks, key=lambda chunk: len(chunk.token_ids)):
         n_tokens += len(chunk.token_ids)
-        if not grouped or n_tokens > BATCH_TOKENS or len(grouped[-1]) == BATCH_CHUNKS:
+        if not grouped or n_tokens > most_tokens or len(grouped[-1]) == BATCH_CHUNKS:
             grouped.append([])
             n_tokens = len(chunk.token_ids)
         grouped[-1].append(chunk)
@@ -89,82 +91,211 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
     return before
 
 
+class PrefilledChunks(Sequence[ChunkCache]):
+    """The caches of one pass, in host memory. Each is put together when it is asked for.
+
+    So threads that write files do that work, while the next batch is computed.
+
+    computed: on the CPU, for all chunks one behind the other, R tokens: entries (L, R, E), key
+    ranges (L, N, 2, G, D), local queries (L, C, H, D), alpha and sustained attention (L, R), and
+    means of middle blocks (L, Nm, G, D) float32.
+    """
+
+    def __init__(
+        self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, computed: Sequence[Tensor]
+    ) -> None:
+        self._chunks, self._fingerprint, self._computed = chunks, fingerprint, computed
+        blocks = [fingerprint.scheme.of(len(chunk.token_ids)) for chunk in chunks]
+        form = fingerprint.entry_format
+        self._blocks = blocks
+        self._tokens = _slices(of.n_tokens for of in blocks)
+        self._groups = _slices(form.range_shape(of.n_tokens)[0] for of in blocks)
+        self._means = _slices(len(of.middle_blocks) for of in blocks)
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @overload
+    def __getitem__(self, at: int) -> ChunkCache: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ChunkCache]: ...
+    @torch.inference_mode()
+    def __getitem__(self, at: int | slice) -> ChunkCache | list[ChunkCache]:
+        if isinstance(at, slice):
+            return [self[each] for each in range(len(self))[at]]
+        chunk, tokens = self._chunks[at], self._tokens[at]
+        entries, key_range, local_query, alpha, sustained, means = self._computed
+        return ChunkCache(
+            key=chunk.key, fingerprint=self._fingerprint, text=chunk.text,
+            token_ids=torch.tensor(chunk.token_ids, dtype=torch.int32),
+            # copies, which do not keep the memory of the whole batch
+            entries=entries[:, tokens].clone(), key_range=key_range[:, self._groups[at]].clone(),
+            local_query=local_query[:, at].clone(),
+            statistics=chunk_statistics(alpha[:, tokens], sustained[:, tokens], self._blocks[at]),
+            block_means=quantise_means(means[:, self._means[at]]),
+        )  # fmt: skip
+
+
+def _slices(lengths: Iterable[int]) -> list[slice]:
+    """Of parts that follow one another."""
+    stops = list(accumulate(lengths, initial=0))
+    return [slice(*each) for each in pairwise(stops)]
+
+
+class _Means:
+    """Means over N runs of tokens, without an operation for each run.
+
+    runs: tokens of each run. rows: (N * width,) of the longest run's width; a shorter run repeats
+    a token, with weight 0 in ``_weights`` (N, 1, width).
+    """
+
+    def __init__(self, runs: Sequence[range], device: torch.device) -> None:
+        lengths = torch.tensor([len(run) for run in runs], dtype=torch.long)[:, None]
+        first = torch.tensor([run.start for run in runs], dtype=torch.long)[:, None]
+        offset = torch.arange(max(map(len, runs), default=0))
+        self.rows = (first + torch.minimum(offset, lengths - 1)).flatten().to(device)
+        self._weights = ((offset < lengths) / lengths)[:, None].to(device)
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """(..., N, heads, D) float32 means of numbers (..., N * width, heads, D) of ``rows``."""
+        *before, _, n_heads, dim = numbers.shape
+        n_runs, _, width = self._weights.shape
+        numbers = numbers.float().reshape(*before, n_runs, width, n_heads * dim)
+        return (self._weights @ numbers).view(*before, n_runs, n_heads, dim)
+
+
+class _SideBySide:
+    """Chunks of a pass as a batch (C, T) of rows; shorter ones are padded to T tokens.
+
+    of_pass: the rows of the pass that they take. n_later: see `layer_statistics`.
+    """
+
+    def __init__(self, first: int, lengths: Sequence[int], device: torch.device) -> None:
+        self.of_pass = slice(first, first + sum(lengths))
+        self._shape = len(lengths), max(lengths)
+        each = torch.tensor(lengths)[:, None]
+        start, at = each.cumsum(0) - each + first, torch.arange(self._shape[1])
+        self.n_later = (each - 1 - at).to(device)
+        self._rows = (start + torch.minimum(at, each - 1)).flatten().to(device)
+        self._is_token = (at < each).flatten().nonzero()[:, 0].to(device)
+
+    def stack(self, side: Tensor) -> Tensor:
+        """(heads, R, D) of a pass as (C, heads, T, D); of one chunk without a copy."""
+        if self._shape[0] == 1:
+            return side[None, :, self.of_pass]
+        n_heads, _, dim = side.shape
+        rows = side.index_select(1, self._rows)
+        return rows.view(n_heads, *self._shape, dim).transpose(0, 1)
+
+    def flatten(self, side: Tensor) -> Tensor:
+        """(C, T, ...) without padding, one chunk behind the other."""
+        if self._shape[0] == 1:
+            return side[0]
+        return side.flatten(0, 1).index_select(0, self._is_token)
+
+
+_ENCODED = 2**24
+"""Numbers of keys that are quantised at a time on a device. On a CPU a layer is, which fits its
+cache."""
+
+
 def prefill(
     model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before
-) -> list[ChunkCache]:
+) -> PrefilledChunks:
     """Compute caches in one pass; a chunk sees the prefix and itself, no other chunk.
 
-    before: of `entries_before`. The chunks stand one behind the other, R tokens in all.
+    before: of `entries_before`. The chunks stand one behind the other, R tokens in all. The device
+    quantises them together. What is computed is copied to the host once, in so many copies for any
+    number of chunks and layers, which is the only time that the host waits.
+
+    Raises InvalidChunk as `EntryFormat.check` does.
     """
     lengths = [len(chunk.token_ids) for chunk in chunks]
-    stops = list(accumulate(lengths))
-    spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
-    n_prefix, n_tokens = before[0][0].shape[2], stops[-1]
+    n_prefix, n_tokens = before[0][0].shape[2], sum(lengths)
+    on_cpu = model.device.type == "cpu"
     more = [0] * model.n_more_rows(n_tokens)
     ids = torch.tensor([[*chain.from_iterable(chunk.token_ids for chunk in chunks), *more]])
     positions = [torch.arange(n_prefix, n_prefix + length) for length in (*lengths, len(more))]
     rotation = model.rotation(torch.cat(positions))
-    blocks = [fingerprint.scheme.of(length) for length in lengths]
-    n_local = [length - of.local_start for length, of in zip(lengths, blocks, strict=True)]
-    local = torch.cat(
-        [torch.arange(stop - n, stop) for stop, n in zip(stops, n_local, strict=True)]
-    )
+    local_runs, middle_runs = list[range](), list[range]()
+    for span, length in zip(_slices(lengths), lengths, strict=True):
+        blocks = fingerprint.scheme.of(length)
+        local_runs.append(range(span.start + blocks.local_start, span.stop))
+        spans = map(blocks.span, blocks.middle_blocks)
+        middle_runs += [range(span.start + start, span.start + stop) for start, stop in spans]
+    # A launch on a device takes longer than padding. A CPU computes chunk by chunk.
+    firsts = [span.start for span in _slices(lengths)] if on_cpu else [0]
+    parts = [[length] for length in lengths] if on_cpu else [lengths]
+    local, groups = dict[torch.device, _Means](), dict[torch.device, list[_SideBySide]]()
+    for device in set(model.layer_devices):
+        local[device] = _Means(local_runs, device)
+        groups[device] = [
+            _SideBySide(first, part, device) for first, part in zip(firsts, parts, strict=True)
+        ]
 
-    # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics of each chunk
+    # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics (L, R)
+    kind: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
     shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
-    of_keys, of_values = (torch.empty(shape, dtype=model.dtype) for _ in range(2))
-    shape = (model.n_layers, len(chunks), model.n_heads, model.head_dim)
-    local_query = torch.empty(shape, dtype=model.dtype)
-    statistics: list[list[LayerStatistics]] = [[] for _ in chunks]
+    of_keys, of_values = (torch.empty(shape, **kind) for _ in range(2))
+    local_query = torch.empty(model.n_layers, len(chunks), model.n_heads, model.head_dim, **kind)
+    alpha, sustained = (
+        torch.empty(model.n_layers, n_tokens, device=model.device) for _ in range(2)
+    )
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         (query,), (key,), (value,) = query, key, value
         cos, sin = rotation.of(layer)
         of_keys[layer] = unrotate(key.transpose(0, 1), cos, sin)[:n_tokens]
         of_values[layer] = value.transpose(0, 1)[:n_tokens]
-        at = local.to(query.device)
-        local_queries = unrotate(query[:, at].transpose(0, 1).float(), cos[at], sin[at])
-        local_query[layer] = torch.stack(
-            [part.mean(0) for part in torch.split(local_queries, n_local)]
-        )
+        means = local[query.device]
+        local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
+        turns = (side.index_select(0, means.rows) for side in (cos, sin))
+        local_query[layer] = means(unrotate(local_queries, *turns))
         output = torch.zeros_like(query)
-        for span, of_chunk in zip(spans, statistics, strict=True):
+        for group in groups[query.device]:
+            own, *rest = map(group.stack, (query, key, value))
             keys, values = (
-                torch.cat((first[0], rest[:, span]), dim=1)
-                for first, rest in zip(before[layer], (key, value), strict=True)
+                torch.cat((first.expand(len(side), -1, -1, -1), side), dim=2)
+                for first, side in zip(before[layer], rest, strict=True)
             )
-            mask = model.window_mask(layer, keys.shape[1])
+            mask = model.window_mask(layer, keys.shape[2])
             is_plain = mask is None and model.scores_plainly
-            of_layer = layer_statistics(
-                query[:, span], keys, scaling, n_prefix=n_prefix,
-                tile=256 if query.is_cuda else 64,  # a CPU's cache holds the smaller tile
-                value=values if is_plain else None, out=output[:, span],
+            attended = torch.empty_like(own)
+            found = layer_statistics(
+                own, keys, scaling, n_later=group.n_later, n_prefix=n_prefix,
+                tile=64 if on_cpu else 256,  # a CPU's cache holds the smaller tile
+                value=values if is_plain else None, out=attended,
             )  # fmt: skip
-            of_chunk.append(of_layer)
             if not is_plain:
                 # as many queries as keys, so that causal attention needs no mask
-                padded = pad(query[None, :, span], (0, 0, n_prefix, 0))
-                whole = model.attention(
-                    layer, padded, keys[None], values[None], scaling, mask, mask is None
-                )
-                output[:, span] = whole[0, :, n_prefix:]
+                padded = pad(own, (0, 0, n_prefix, 0))
+                whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
+                attended = whole[:, :, n_prefix:]
+            output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
+            alpha[layer, group.of_pass] = group.flatten(found.alpha)
+            sustained[layer, group.of_pass] = group.flatten(found.sustained)
         return output[None]
 
     hidden = model.embed(ids)
     for layer in range(model.n_layers):
         hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
 
-    caches = []
-    for at, (chunk, span) in enumerate(zip(chunks, spans, strict=True)):
-        # layer by layer, as float32 copies of all keys would be the largest tensors of the ingest
-        encoded = map(fingerprint.entry_format.encode, of_keys[:, span], of_values[:, span])
-        entries, key_range = map(torch.stack, zip(*encoded, strict=True))
-        cache = ChunkCache(
-            key=chunk.key, fingerprint=fingerprint, text=chunk.text,
-            token_ids=torch.tensor(chunk.token_ids, dtype=torch.int32),
-            entries=entries, key_range=key_range, local_query=local_query[:, at].contiguous(),
-            statistics=chunk_statistics(statistics[at], blocks[at]),
-            block_means=quantise_means(of_keys[:, span], blocks[at]),
-        )  # fmt: skip
-        caches.append(cache)
-    return caches
+    middle, form = _Means(middle_runs, model.device), fingerprint.entry_format
+    together = 1 if on_cpu else max(1, _ENCODED // of_keys[0].numel())
+    encoded, means = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
+    sides = (torch.split(side, together) for side in (of_keys, of_values))
+    for keys, values in zip(*sides, strict=True):
+        rows = keys.flatten(0, 1), values.flatten(0, 1)
+        encoded.append(form.encode_chunks(*rows, lengths * len(keys)))
+        means.append(middle(keys.index_select(1, middle.rows)))
+    entries, key_range, largest = (list(each) for each in zip(*encoded, strict=True))
+    n_groups = sum(form.range_shape(length)[0] for length in lengths)
+    computed = (
+        torch.cat(entries).view(model.n_layers, n_tokens, -1),
+        torch.cat(key_range).view(model.n_layers, n_groups, *form.range_shape(0)[1:]),
+        local_query, alpha, sustained, torch.cat(means),
+    )  # fmt: skip
+    # From CUDA into pinned memory, one after the other; the host waits at the last.
+    on_host = [each.to("cpu", non_blocking=True) for each in computed]
+    form.check(float(torch.stack(largest).max()))
+    return PrefilledChunks(chunks, fingerprint, on_host)

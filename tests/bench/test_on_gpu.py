@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.on_gpu import PLAIN, Ways, rows_of
-from samkv_integrations.model.loading import load_model
+import pytest
+
+from benchmarks import on_gpu
+from tests.bench.running import ran, run
 
 
-def test_each_way_has_a_row(tmp_path: Path):
-    model = load_model("builtin")
-    model.eos_ids = frozenset()
-    plain, reuse = rows_of(Ways(model, tmp_path, 3, 60), [PLAIN, "reuse"], 1)
-    assert (plain["way"], plain["first_ratio"], plain["read_gb"]) == (PLAIN, 1.0, 0.0)
-    assert (reuse["ran"], reuse["chunks"]) == ("reuse", 3)
-    assert reuse["prompt_tokens"] > 180 and reuse["read_gb"] > 0
-    assert reuse["first_ratio"] == reuse["first_s"] / plain["first_s"] and reuse["step_ms"] > 0
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_the_dry_run_measures_every_part(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    command = ["-m", "benchmarks", "on_gpu", "--all", "--dry-run", "--output", str(file)]
+    done = subprocess.run([sys.executable, *command], cwd=on_gpu.ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    rows = rows_in(file)
+    assert not [row for row in rows if "error" in row or "skipped" in row]
+    assert list(dict.fromkeys(row["part"] for row in rows)) == list(on_gpu.PARTS)
+    of_first = [row for row in rows if row["part"] == "first" and "cell" in row]
+    assert [row["where"] for row in of_first] == ["hot", "pinned", "disk", "plain"] * 2
+    read = [row["bytes_read"] > 0 for row in of_first if row["where"] != "plain"]
+    assert read == [False, False, True] * 2
+    assert {row["over_plain"] for row in of_first if row["where"] == "plain"} == {1.0}
+    later = [row["batch"] for row in rows if row["part"] == "later" and "batch" in row]
+    assert later == [1, 8]
+    assert [row["same"] for row in rows if "same" in row] == [4, 4]
+    assert [row["exit"] for row in rows if "exit" in row] == [0], "skipped without a GPU"
+
+
+def test_a_part_that_fails_or_is_too_slow_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def failing(run: on_gpu.Run) -> Iterator[dict[str, Any]]:
+        yield {"n": 1}
+        raise ZeroDivisionError("by nothing")
+
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(on_gpu, "PARTS", {"first": (0.01, failing), "later": (0.02, failing)})
+    ran("on_gpu", "--dry-run", "--all", "--output", file)
+    assert [row["error"] for row in rows_in(file)] == [
+        "stopped after 0.01 s",
+        "stopped after 0.02 s",
+    ]
+    assert "by nothing" in ran("on_gpu", "--dry-run", "--parts", "later")
+    assert "some of first, later" in run("on_gpu", "--parts", "first,last").stderr
+
+
+def test_what_fits_on_a_card_is_told_without_one():
+    rows = [json.loads(line) for line in ran("on_gpu", "--parts", "paper").splitlines()]
+    (found,) = (row for row in rows if (row["card_gb"], row["shape"]) == (24.0, "llama-3.1-8b"))
+    # 6.98e9 weights of layers in 4.5 bits, 1.05e9 others in bfloat16
+    assert found["weights_gb"] == 6.0 and found["hot_gb"] == 1.7
+    assert found["answer_tokens"] == pytest.approx(0.9 * 17.0e9 / (8 * 131_072), rel=0.01)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from samkv_integrations.cache.attention_stats import (
     chunk_statistics,
     decode_means,
     layer_statistics,
+    mean_of_blocks,
     quantise_means,
     stable_layers,
 )
@@ -31,6 +33,12 @@ NAN, INF = math.nan, math.inf
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics_of(query: Tensor, key: Tensor, **options: Any) -> LayerStatistics:
+    """Of a single chunk: query (H, T, D), key (G, P + T, D)."""
+    n_later = torch.arange(query.shape[1]).flip(0)[None]
+    return layer_statistics(query[None], key[None], 1.0, n_later=n_later, **options)
 
 
 @pytest.mark.parametrize("tile", [7, 64])
@@ -45,8 +53,8 @@ def test_exact_power_laws_recover_their_exponent(tile: int) -> None:
     assert rest.min() > 0
     query = torch.cat((rest, attention), 1).log().clamp(min=-1e4)[None]
     key = torch.eye(n_tokens + 1)[None]
-    result = layer_statistics(query.float(), key, 1.0, n_prefix=1, tile=tile)
-    fitted = result.alpha[: n_tokens - MIN_LATER]
+    result = statistics_of(query.float(), key, n_prefix=1, tile=tile)
+    fitted = result.alpha[0, : n_tokens - MIN_LATER]
     torch.testing.assert_close(fitted, alphas[: n_tokens - MIN_LATER].float(), atol=1e-3, rtol=0)
 
 
@@ -55,14 +63,14 @@ def test_attention_that_underflows_counts_as_the_floor() -> None:
     query = torch.zeros(1, 30, 1) + 1
     key = torch.zeros(1, 30, 1)
     key[0, 5] = -500  # e^-500 is zero in float32
-    result = layer_statistics(query, key, 1.0)
-    assert result.sustained[5] == 0
-    assert result.alpha[5].abs() < 1e-5
-    assert result.alpha[:22].isfinite().all()
+    result = statistics_of(query, key)
+    assert result.sustained[0, 5] == 0
+    assert result.alpha[0, 5].abs() < 1e-5
+    assert result.alpha[0, :22].isfinite().all()
 
 
-def one_layer(alpha: list[float], sustained: list[float]) -> list[LayerStatistics]:
-    return [LayerStatistics(alpha=torch.tensor(alpha), sustained=torch.tensor(sustained))]
+def one_layer(alpha: list[float], sustained: list[float]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([alpha]), torch.tensor([sustained])
 
 
 def test_leading_and_trailing_block_of_a_chunk_worked_out_by_hand() -> None:
@@ -70,7 +78,7 @@ def test_leading_and_trailing_block_of_a_chunk_worked_out_by_hand() -> None:
     blocks = BlockScheme(size=2, n_init=1, n_local=1).of(10)
     alpha = [0.0, 0.0, 0.9, 0.5, 0.5, 0.7, NAN, NAN, 0.1, NAN]
     sustained = [0.0, 0.0, 0.3, 0.1, 0.2, 0.1, 0.0, 0.2, 0.0, NAN]
-    result = chunk_statistics(one_layer(alpha, sustained), blocks)
+    result = chunk_statistics(*one_layer(alpha, sustained), blocks)
     assert result.block_max.tolist() == [1]  # 0.5 in blocks 1 and 2
     assert result.block_min.tolist() == [2]  # 0.2 in blocks 2 and 3
     assert not result.stable.any()
@@ -82,7 +90,7 @@ def test_three_sigma_needs_eleven_blocks(n_blocks: int, expected: bool) -> None:
     alpha = [0.7] * n_blocks
     alpha[4] = -12.3
     blocks = BlockScheme(size=1).of(n_blocks)
-    result = chunk_statistics(one_layer(alpha, [0.1] * n_blocks), blocks)
+    result = chunk_statistics(*one_layer(alpha, [0.1] * n_blocks), blocks)
     assert result.stable.tolist() == [expected]
     assert result.outliers.any().item() is expected
 
@@ -100,8 +108,11 @@ def test_a_token_read_by_all_later_ones_is_found_from_queries_and_keys() -> None
         key[..., 0], key[..., 1] = torch.arange(n_tokens) / 20, 0
         key[:, planted, 0], key[:, planted, 1] = 0, 1
         key[:, 96:104, 0] = -5
-        layers.append(layer_statistics(query, key, 1.0, tile=50))
-    result = chunk_statistics(layers, blocks)
+        layers.append(statistics_of(query, key, tile=50))
+    alpha, sustained = (
+        torch.cat([getattr(layer, name) for layer in layers]) for name in ("alpha", "sustained")
+    )
+    result = chunk_statistics(alpha, sustained, blocks)
     assert result.block_max.tolist() == [planted // 8] * 3
     assert result.block_min.tolist() == [96 // 8] * 3
 
@@ -142,8 +153,8 @@ def test_block_means_are_close_to_the_means(
 ) -> None:
     keys = (normal(n_tokens, 2, n_tokens, 3, 8) + 2).to(dtype)
     blocks = BlockScheme(size=size, n_local=n_local).of(n_tokens)
-    block_means = quantise_means(keys, blocks)
     middle = list(range(1, blocks.n_blocks - n_local)) if blocks.n_blocks > 1 + n_local else []
+    block_means = quantise_means(mean_of_blocks(keys, blocks.lengths)[:, middle])
     assert block_means.codes.shape == (2, len(middle), 3, 8)
     assert block_means.scale.shape == (2, len(middle), 3)
     assert (block_means.codes.dtype, block_means.scale.dtype) == (torch.int8, torch.float16)

@@ -127,7 +127,9 @@ def test_what_comes_back_is_within_half_a_step(
     bits=st.sampled_from([4, 8, 16]),
     n_tokens=st.lists(st.sampled_from([1, 9, 64, 65, 130]), min_size=1, max_size=4),
 )
-def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens: list[int]) -> None:
+def test_chunks_are_coded_together_as_they_are_alone(
+    seed: int, bits: int, n_tokens: list[int]
+) -> None:
     """With the groups of all of them counted on."""
     form = of(bits)
     chunks = [(normal(seed + i, n, 2, 8) + 10 * i, normal(seed - i, n, 2, 8))
@@ -138,7 +140,9 @@ def test_chunks_decode_together_as_they_do_alone(seed: int, bits: int, n_tokens:
     decoded = [form.keys(*parts) for parts in zip(alone, ranges, of_chunk, strict=True)]
     first = torch.tensor([0, *(len(own) for own in ranges)]).cumsum(0).tolist()
     group = torch.cat([start + own for start, own in zip(first, of_chunk, strict=False)])
-    together, of_all = torch.cat(alone), torch.cat(ranges)
+    together, of_all, largest = form.encode_chunks(keys, values, n_tokens)
+    assert torch.equal(together, torch.cat(alone)) and torch.equal(of_all, torch.cat(ranges))
+    form.check(float(largest))
     assert torch.equal(form.keys(together, of_all, group), torch.cat(decoded))
     turns = [normal(seed + 5, len(keys), 2, 4), normal(seed + 6, len(keys), 2, 4)]
     cos, sin = (torch.cat((turn[:, 0], turn[:, 0]), dim=-1) for turn in turns)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.formats.quantise import rotate
 from samkv_integrations.engine.engine import Engine
@@ -132,6 +133,10 @@ def test_captured_entries_are_those_of_transformers_own_cache(
         close = BATCHED if prefix else CLOSE
         torch.testing.assert_close(rotate(keys, cos[0], sin[0]), expected.keys, **close)
         torch.testing.assert_close(values, expected.values, **close)
+        middle, scale = cached.blocks.middle_blocks, cached.block_means.scale.float()
+        means = mean_of_blocks(keys, cached.blocks.lengths)[:, list(middle)]
+        off = (decode_means(cached.block_means) - means).abs()
+        assert (off <= scale[..., None] / 2 + 1e-5).all(), "8 bits"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

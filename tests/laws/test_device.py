@@ -19,13 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.formats.quantise import STORE_BITS
+from samkv_integrations.cache.formats.quantise import STORE_BITS, EntryFormat
 from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
-from samkv_integrations.engine import loader
+from samkv_integrations.engine import chunks, loader
 from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.loader import LAYERS_TOGETHER, Context
+from samkv_integrations.engine.prefill import PrefilledChunks
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.eviction import EVICTIONS
@@ -129,6 +130,47 @@ def test_chunks_are_cached_from_one_device():
         there.cache_chunks(CHUNKS)
         found = there.logits(PROMPT, CHUNKS, method="samkv-guided")
     torch.testing.assert_close(found, expected, **AS_CLOSE)
+
+
+def ingest_of(n_chunks: int, monkeypatch: pytest.MonkeyPatch, n_layers: int = 4) -> Counter[str]:
+    """What one batch of chunks of two lengths costs, without the prefix and the hash of weights."""
+    texts = [f"{'the mill stands by the quay ' * (1 + at % 2)}{at:2}" for at in range(n_chunks)]
+    costs: Counter[str] = Counter()
+    through, encode = chunks.prefill, EntryFormat.encode_chunks
+
+    def counting(*args: Any) -> PrefilledChunks:
+        before, n_before = Counter(device.waits), device.n_operations
+        caches = through(*args)
+        costs.update(passes=1, operations=device.n_operations - n_before)
+        costs.update({f"waits {name}": n for name, n in (device.waits - before).items()})
+        return caches
+
+    def counting_encode(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        n_before = device.n_operations
+        found = encode(*args)
+        costs.update(quantising=device.n_operations - n_before)
+        return found
+
+    with monkeypatch.context() as patch, pretend_device() as device:
+        patch.setattr(chunks, "prefill", counting)
+        patch.setattr(EntryFormat, "encode_chunks", counting_encode)
+        there = engine(MemoryStore(), n_layers=n_layers)
+        there.cache_chunks(texts)
+        assert all(map(there.is_cached, texts))
+    return costs
+
+
+def test_a_batch_costs_as_much_for_many_chunks_as_for_few(monkeypatch: pytest.MonkeyPatch):
+    """One pass; one copy of each tensor; the host waits for the last one, and for one number."""
+    ingest_of(2, monkeypatch)  # makes what is made once a process
+    few, many = (ingest_of(n_chunks, monkeypatch) for n_chunks in (4, 24))
+    assert few == many
+    assert few["passes"] == 1 and few["waits to the host"] == 6 and few["waits a number"] == 1
+    assert few["quantising"] <= 90, "views included, for all layers"
+    more = ingest_of(4, monkeypatch, n_layers=6)
+    layer = (more["operations"] - few["operations"]) / 2
+    assert {**more, "operations": 0} == {**few, "operations": 0}
+    assert layer <= 170, "its own products and the views included"
 
 
 def test_a_chunk_without_a_cache_is_computed_on_the_device():

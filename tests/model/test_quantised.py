@@ -105,6 +105,20 @@ def test_it_is_not_seen_to_change_by_being_used(folder: Path, kind: str) -> None
     assert engine.model.identity.look() == before
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ingest_and_a_blended_pass_leave_weights_packed(folder: Path, kind: str) -> None:
+    hf = (model := loaded(folder, kind)).hf
+
+    def held() -> list[object]:
+        named = [(name, id(each), each.dtype) for name, each in hf.named_parameters()]
+        return [hf.get_memory_footprint(), hf.state_dict().keys(), *named]
+
+    before = held()
+    report = engine_of(model).generate(PROMPT, CHUNKS, method="epic", max_new_tokens=3).report
+    assert (report.ran, report.reused) == ("epic", len(CHUNKS)) and report.recompute_ratio < 1
+    assert held() == before
+
+
 def test_half_precision(folder: Path) -> None:
     assert loaded(folder, None, "float16").dtype == torch.float16
     engine = engine_of(loaded(folder, None, "float16"))

@@ -123,11 +123,13 @@ class Device(TorchDispatchMode):
 
     waits: how often the host has waited for the device, by the operation that made it wait. A copy
     from the host's memory counts too: torch waits for it, but from pinned memory if it is told to.
+    n_operations: on the device, views included.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.n_operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -142,6 +144,7 @@ class Device(TorchDispatchMode):
             args, kwargs = tree_map(_numbered, (args, kwargs))
             with self:  # under `inference_mode` what is made of other operations comes whole
                 return func.decompose(*args, **kwargs)
+        self.n_operations += is_here
         if (place := kwargs.get("device")) is not None:
             goes_there = torch.device(place).type == DEVICE.type
             kwargs["device"] = torch.device("cpu")

@@ -16,7 +16,7 @@ rounds once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import isfinite
@@ -85,60 +85,62 @@ class EntryFormat:
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
-    def encode(
-        self, keys: Tensor, values: Tensor, *, are_checked: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Entries (T, E) uint8 of un-rotated keys and values (T, G, D), and the key range.
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Entries (T, E) uint8 and key range of a chunk's un-rotated keys and values (T, G, D).
 
         The key range is (N, 2, G, D) float16: scale and offset of each channel in each group of
         `GROUP_TOKENS` tokens; the last group may be shorter.
 
-        are_checked: whether to check the numbers, which waits for the device.
+        Raises InvalidChunk as `check` does, which waits for the device.
+        """
+        entries, key_range, largest = self.encode_chunks(keys, values, [len(keys)])
+        self.check(float(largest))
+        return entries, key_range
 
-        Raises InvalidChunk for a checked number that is not finite, or too large for a scale.
+    def encode_chunks(
+        self, keys: Tensor, values: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`encode` for chunks of ``lengths`` tokens, one behind the other, T tokens in all.
+
+        Takes as many operations for many chunks as for one, and nothing waits for the device.
+        Returns the entries, the key ranges of all chunks, and the number for `check`.
         """
         mixed, wide = keys.float(), values.float()
         if self.is_quantised:
             mixed = self._mix(mixed)
-        # The largest number tells, as it is NaN if any is. A test of each takes five times as long.
-        top = float(torch.maximum(mixed.abs().max(), wide.abs().max())) if are_checked else 0.0
-        if not isfinite(top):
-            raise InvalidChunk(
-                "the model computed keys or values that are not finite numbers for this chunk; "
-                "leave it out, or load the model in float32"
-            )
+        # It is NaN if any number is. A test of each takes five times as long.
+        largest = torch.maximum(mixed.abs().max(), wide.abs().max())
         if not self.is_quantised:
             sides = [
                 side.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
                 for side in (keys, values)
             ]
-            no_range = keys.new_empty(self.range_shape(len(keys)), dtype=torch.float16)
-            return torch.cat(sides, dim=1), no_range
-        if top > _HALF_MAX:
-            raise InvalidChunk(
-                f"transformed keys or values reach {top:.3g}, beyond {_HALF_MAX:.0f}, the "
-                "largest half-precision number, in which scales are stored; "
-                "give store_bits=16"
-            )
-        key_range = self._key_range(mixed)
-        group = groups(len(mixed), mixed.device)
+            no_range = keys.new_empty(self.range_shape(0), dtype=torch.float16)
+            return torch.cat(sides, dim=1), no_range, largest
+        tokens, group = _groups_of(tuple(lengths), mixed.device)
+        of_groups = mixed.index_select(0, tokens).view(-1, GROUP_TOKENS, *mixed.shape[1:])
+        key_range = self._range(of_groups.amin(1), of_groups.amax(1)).transpose(0, 1).contiguous()
         scale, offset = key_range.float().index_select(0, group).unbind(1)
         of_keys = self._pack(mixed.sub(offset).div_(scale))
         value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
         scale, offset = value_range.float()[..., None]
         of_values = self._pack(wide.sub(offset).div_(scale))
         of_tokens = value_range.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)
-        return torch.cat((of_keys, of_values, of_tokens), dim=1), key_range
+        return torch.cat((of_keys, of_values, of_tokens), dim=1), key_range, largest
 
-    def _key_range(self, mixed: Tensor) -> Tensor:
-        n_whole = len(mixed) // GROUP_TOKENS * GROUP_TOKENS
-        whole = mixed[:n_whole].reshape(-1, GROUP_TOKENS, *mixed.shape[1:])
-        found = [
-            self._range(part.amin(1), part.amax(1))
-            for part in (whole, mixed[None, n_whole:])
-            if part.numel()
-        ]
-        return torch.cat(found, dim=1).transpose(0, 1).contiguous()
+    def check(self, largest: float) -> None:
+        """Raises InvalidChunk if a key or value is not finite, or too large for a float16 scale."""
+        if not isfinite(largest):
+            raise InvalidChunk(
+                "the model computed keys or values that are not finite numbers for this chunk; "
+                "leave it out, or load the model in float32"
+            )
+        if self.is_quantised and largest > _HALF_MAX:
+            raise InvalidChunk(
+                f"transformed keys or values reach {largest:.3g}, beyond {_HALF_MAX:.0f}, the "
+                "largest half-precision number, in which scales are stored; "
+                "give store_bits=16"
+            )
 
     def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:
         """(T, G, D) un-rotated keys of entries (T, E): float32, or ``dtype`` with 16 bits.
@@ -222,6 +224,24 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 def groups(n_tokens: int, device: torch.device) -> Tensor:
     """(T,) the number of the group of each token of a chunk."""
     return torch.arange(n_tokens, device=device) // GROUP_TOKENS
+
+
+@lru_cache(maxsize=4)
+def _groups_of(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of each group of chunks, one behind the other, and the group of each token.
+
+    (N * GROUP_TOKENS,) and (T,). A short group repeats its chunk's last token: this changes neither
+    its smallest nor its largest number.
+    """
+    where = device if len(lengths) == 1 else torch.device("cpu")  # many are copied there together
+    tokens, group, first, n_groups = list[Tensor](), list[Tensor](), 0, 0
+    for length in lengths:
+        group.append(groups(length, where) + n_groups)
+        own = -(-length // GROUP_TOKENS)
+        in_chunk = torch.arange(own * GROUP_TOKENS, device=where).clamp_(max=length - 1)
+        tokens.append(in_chunk + first)
+        first, n_groups = first + length, n_groups + own
+    return torch.cat(tokens).to(device), torch.cat(group).to(device)
 
 
 def as_half(values: Tensor) -> Tensor:
@@ -376,7 +396,7 @@ class Entries:
             torch.cat((side, side), -1) for side in (self.cos[tokens, 0], self.sin[tokens, 0])
         )
         unrotated = unrotate(keys.float(), cos, sin).to(self.form.dtype)
-        codes, key_range = self.form.encode(unrotated, values, are_checked=False)
+        codes, key_range, _ = self.form.encode_chunks(unrotated, values, [len(at)])
         group = len(self.key_range) + groups(len(at), at.device)
         return replace(
             self,
