@@ -22,7 +22,12 @@ from samkv_integrations.engine.loader import Context
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction.base import Chooser, DroppingEviction, Seen, SparseEviction
 from samkv_integrations.methods.base import ContextAttention
-from samkv_integrations.model.attention import attention
+from samkv_integrations.model.attention import (
+    LENGTHS,
+    attention,
+    attention_of_token,
+    suits_products,
+)
 from samkv_integrations.model.model import Model
 
 
@@ -163,6 +168,7 @@ class DenseCache(WorkingCache):
         self.lengths: list[int] = [0] * n_layers
         self._entry_bytes = 0  # of a token at a layer
         self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
+        capacity += LENGTHS - 1  # so much more is looked at by products
         self.room, self._capacity = 0 if rule else capacity, capacity
         self._slides = rule is not None and rule.slides
         self._keepers = rule and [
@@ -202,11 +208,20 @@ class DenseCache(WorkingCache):
                     f"({self._keepers[layer].budget}, {n_kv_heads}), key-value heads last"
                 )
             self.keep(layer, slots)
+        self._clear(layer)
+
+    def _clear(self, layer: int) -> None:
+        """Make values behind the entries finite, as far as `attention_of_token` looks until the
+        number of entries is a multiple of `LENGTHS`."""
+        last = self.lengths[layer]
+        self.values[layer][last : last + 2 * LENGTHS] = 0
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         last = self.lengths[layer]
+        if last % LENGTHS == 0:
+            self._clear(layer)
         shape = self.keys[layer].shape[1:]
         self.keys[layer][last] = key.reshape(shape)
         self.values[layer][last] = value.reshape(shape)
@@ -217,9 +232,14 @@ class DenseCache(WorkingCache):
         if layer in self._windows:
             window, at = self._windows[layer]
             first = int(torch.searchsorted(at[:n_entries], at[last] - window, right=True))
-        keys = as_heads(self.keys[layer][first:n_entries])
-        values = as_heads(self.values[layer][first:n_entries])
-        if self._weigh is None:
+        n_seen, end = n_entries - first, n_entries
+        is_plain = self._weigh is None and (self._model is None or self._model.scores_plainly)
+        if by_products := is_plain and suits_products(query, n_seen):
+            end += -n_seen % LENGTHS
+        keys, values = as_heads(self.keys[layer][first:end]), as_heads(self.values[layer][first:end])
+        if by_products:
+            output = attention_of_token(query, keys, values, scaling, n_seen)
+        elif self._weigh is None:
             output = _attention(self._model, layer, query, keys, values, scaling)
         else:
             is_context = self.is_context(layer)[:, first:]
