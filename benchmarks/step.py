@@ -92,7 +92,8 @@ def step(
                     spent.setdefault(name, []).append(found)
         mine, sums, *peers = (median(each[1:]) for each in spent.values())
         cells.append([str(context), f"{mine:.1f}", f"{sums:.1f}", f"{mine / sums:.2f}"])
-        cells[-1] += [part for theirs in peers for part in (f"{theirs:.1f}", f"{mine / theirs:.2f}")]
+        for theirs in peers:
+            cells[-1] += [f"{theirs:.1f}", f"{mine / theirs:.2f}"]
     columns = ["context", "step, ms", "its products", "step, of them"]
     columns += ["llama.cpp", "step, of llama.cpp"] if peer else []
     typer.echo(f"{hardware(loaded)}", err=True)

@@ -298,9 +298,9 @@ class Blend:
         if self.cache is not None:
             n_entries, is_context, at = plan.n_entries, plan.is_context, plan.at
             if plan.staying is not None:
-                room, n_entries = len(keys) - n_entries, len(plan.staying)
-                staying_keys = room_for(n_entries + room, keys)
-                staying_values = room_for(n_entries + room, values)
+                n_entries = len(plan.staying)
+                staying_keys = room_for(n_entries, keys)
+                staying_values = room_for(n_entries, values)
                 staying_keys[:n_entries] = keys.index_select(0, plan.staying)
                 staying_values[:n_entries] = values.index_select(0, plan.staying)
                 keys, values = staying_keys, staying_values
@@ -321,8 +321,8 @@ class Blend:
 
         sides: (n, G, D) each, held, stored and computed ones; the computed ones last.
         """
-        room, computed = 0 if self.cache is None else self.cache.room, sides[-1]
-        entries = room_for(plan.n_entries + room, computed)
+        computed = sides[-1]
+        entries = room_for(plan.n_entries, computed)
         if len(plan.cached) or plan.n_held:
             entries[: plan.n_entries] = torch.cat(sides).index_select(0, plan.source)
         else:  # all are computed, in prompt order

@@ -209,26 +209,23 @@ def _explicit_attention(
 
 # -- steps of one answer ----------------------------------------------------------------------
 
-LENGTHS = 64
-"""`attention_of_token` is called with a multiple of so many keys."""
-
 _MANY_KEYS = 512
 
 
 def attention_of_token(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, n_keys: int
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, n_keys: int
 ) -> Tensor:
-    """Attention of one token's query (1, H, 1, D) over ``n_keys`` of keys and values (1, G, S, D).
+    """Attention of one token's query (1, H, 1, D) over the first ``n_keys`` of keys and values.
 
-    As products of matrices, which round scores to bfloat16. The S - n_keys entries behind are not
-    seen, so that few lengths S serve all steps: oneDNN compiles a program for each. Their values
-    must be finite.
+    keys, values: (G, S, D), contiguous, or they would be copied. As products of matrices, which
+    round scores to bfloat16. oneDNN compiles a program for each S, so there should be few. Values
+    that are not seen must be finite.
     """
-    n_kv_heads, size = key.shape[1], key.shape[-1]
+    n_kv_heads, _, size = keys.shape
     grouped = query.reshape(n_kv_heads, -1, size) * scaling
-    scores = torch.bmm(key[0], grouped.mT)  # a third of the time of grouped @ key.mT
-    scores[:, n_keys:] = -torch.inf
-    return torch.bmm(scores.mT.softmax(-1), value[0]).view(query.shape)
+    scores = torch.bmm(grouped, keys.mT)
+    scores[..., n_keys:] = -torch.inf
+    return torch.bmm(scores.softmax(-1), values).view(query.shape)
 
 
 def suits_products(query: Tensor, n_keys: int) -> bool:
@@ -244,7 +241,7 @@ def _are_faster_for_token() -> bool:
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
         query, key = torch.ones(1, 8, 1, 64, **kind), torch.ones(1, 2, 4096, 64, **kind)
         return _is_faster(
-            partial(attention_of_token, query, key, key, 0.125, 4096),
+            partial(attention_of_token, query, key[0], key[0], 0.125, 4096),
             partial(attention, query, key, key, 0.125, None, False),
         )
 
