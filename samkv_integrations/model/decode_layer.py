@@ -86,4 +86,6 @@ def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401
     PyTorch has a kernel for layer norm on CPUs; its RMS norm is six operations.
     """
     both, size = torch.cat((x, -x), -1), x.shape[-1]
-    return norm.weight * F.layer_norm(both, (2 * size,), eps=norm.variance_epsilon)[..., :size]
+    normed = F.layer_norm(both, (2 * size,), eps=norm.variance_epsilon)[..., :size]
+    weight: Tensor = norm.weight
+    return weight * normed
