@@ -223,7 +223,9 @@ class DenseCache(WorkingCache):
             first = int(torch.searchsorted(at[:n_entries], at[last] - window, right=True))
         keys, values = self.keys[layer], self.values[layer]
         if not first and self._is_plain and suits_products(query, n_entries):
-            keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+            # Not more where a draft that was taken back made room: sums would be rounded otherwise.
+            size = n_entries + -n_entries % 128
+            keys, values = keys[:size].transpose(0, 1), values[:size].transpose(0, 1)
             output = attention_of_token(query, keys, values, scaling, n_entries)
         else:
             keys, values = as_heads(keys[first:n_entries]), as_heads(values[first:n_entries])
