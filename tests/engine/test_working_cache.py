@@ -16,7 +16,7 @@ N_PROMPT, N_STEPS, DIM = 470, 175, 64
 def test_a_step_attends_to_all_entries(
     dtype: torch.dtype, by_products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after the cache has moved to larger tensors, and after tokens are taken back, to the last bit."""
+    """Also in larger tensors, and after tokens are taken back, to the last bit."""
     monkeypatch.setattr(
         "samkv_integrations.model.attention._are_faster_for_token", lambda: by_products
     )
