@@ -14,6 +14,7 @@ BENCHMARKS = {
     "serve": "throughput and latencies of a server under load, methods side by side",
     "answer_grid": "whole answers against plain transformers' generate",
     "decoding": "right answers and seconds with packed weights and with drafts",
+    "step": "a later token, against llama.cpp and the sum of its matrix products",
     "count": "lines of code and files of the wheel, by package",
     "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",
     "hostile_clients": "whether normal clients of a server notice hostile ones",

@@ -306,8 +306,7 @@ class Blend:
             layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
 
         # the keys and values of all entries (S + room, G, D), in prompt order
-        room = 0 if self.cache is None else self.cache.room
-        keys, values = both = rooms_for(max(n_entries + room, n_padded), of_computed[0])
+        keys, values = both = rooms_for(n_entries, of_computed[0], n_padded)
         if self.held is not None:
             of_held = self.held.of_layer(layer, plan.n_held)
             keys[: plan.n_held], values[: plan.n_held] = of_held
@@ -323,8 +322,6 @@ class Blend:
             if len(plan.mixed):
                 mixed = self.update(side[plan.mixed_slots], computed[plan.mixed])
                 side[plan.mixed_slots] = mixed
-        if plan.slots is not None and n_padded > n_entries:
-            both[:, n_entries:n_padded].zero_()
 
         window = self.model.windows[layer]
         # a window that holds the whole prompt has no mask of its own
@@ -354,7 +351,7 @@ class Blend:
             is_context, at = plan.is_context, plan.at
             if plan.staying is not None:
                 n_entries = len(plan.staying)
-                staying = rooms_for(n_entries + room, keys)
+                staying = rooms_for(n_entries, keys)
                 for side, all_entries in zip(staying, both, strict=True):
                     side[:n_entries] = all_entries.index_select(0, plan.staying)
                 keys, values = staying

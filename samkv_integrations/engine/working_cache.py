@@ -22,7 +22,7 @@ from samkv_integrations.engine.loader import Context
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.eviction.base import Chooser, DroppingEviction, Seen, SparseEviction
 from samkv_integrations.methods.base import ContextAttention
-from samkv_integrations.model.attention import attention
+from samkv_integrations.model.attention import attention, attention_of_token, suits_products
 from samkv_integrations.model.model import Model
 
 
@@ -30,7 +30,7 @@ from samkv_integrations.model.model import Model
 class LayerEntries:
     """The KV entries that a pass leaves at a layer, in prompt order.
 
-    keys, values: (S + room, G, D), rotated; the first S are the prompt's.
+    keys, values: (S + room, G, D), rotated, see `room_for`; the first S are the prompt's.
     is_context: (S,) bool, entries of context tokens with a cache.
     context: (n,) these context tokens.
     context_slots, other_slots: places among the S entries of the context tokens and of the others.
@@ -65,11 +65,9 @@ class LayerEntries:
 class WorkingCache(ABC):
     """KV entries of one answer, layer by layer.
 
-    room: free entries that a pass allocates behind those that it computes.
     prompt_bytes: bytes of the prompt's entries, before any eviction.
     """
 
-    room: int = 0
     prompt_bytes: int = 0
 
     @property
@@ -111,19 +109,25 @@ def as_heads(entries: Tensor) -> Tensor:
 
 
 def room_for(n_entries: int, like: Tensor) -> Tensor:
-    """An uninitialised tensor (n_entries, G, D), of dtype and device of ``like`` (S, G, D).
+    """A tensor of at least ``n_entries`` entries (S, G, D), of dtype and device of ``like``.
 
-    The entries of a head are contiguous: a decoding step then takes little more than half the time
-    that it takes with strided rows.
+    All but the first ``n_entries`` are zeros: there are multiples of 128, so that the products of
+    steps have few shapes. The entries of a head are contiguous: a decoding step then takes little
+    more than half the time that it takes with strided rows.
     """
     n_heads, size = like.shape[1:]
-    return like.new_empty(n_heads, n_entries, size).transpose(0, 1)
+    entries = like.new_empty(n_heads, n_entries + -n_entries % 128, size).transpose(0, 1)
+    entries[n_entries:] = 0
+    return entries
 
 
-def rooms_for(n_entries: int, like: Tensor) -> Tensor:
-    """(2, n_entries, G, D): `room_for` keys, and for values."""
+def rooms_for(n_entries: int, like: Tensor, least: int = 0) -> Tensor:
+    """(2, S, G, D): `room_for` keys, and for values, with at least ``least`` entries."""
     n_heads, size = like.shape[1:]
-    return like.new_empty(2, n_heads, n_entries, size).transpose(1, 2)
+    n_rooms = max(n_entries, least)
+    entries = like.new_empty(2, n_heads, n_rooms + -n_rooms % 128, size).transpose(1, 2)
+    entries[:, n_entries:] = 0
+    return entries
 
 
 def _attention(
@@ -170,12 +174,13 @@ class DenseCache(WorkingCache):
         self.lengths: list[int] = [0] * n_layers
         self._entry_bytes = 0  # of a token at a layer
         self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
-        self.room, self._capacity = 0 if rule else capacity, capacity
+        self._capacity = capacity
         self._slides = rule is not None and rule.slides
         self._keepers = rule and [
             rule.keeper(rule.layer_budget(n_tokens, layer, n_layers)) for layer in range(n_layers)
         ]
         self._weigh, self._model, self._n_tokens = weigh, model, n_tokens
+        self._is_plain = weigh is None and (model is None or model.scores_plainly)
         self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
         self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
 
@@ -214,6 +219,8 @@ class DenseCache(WorkingCache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         last = self.lengths[layer]
+        if last == len(self.keys[layer]):
+            self._move(layer, 0)
         shape = self.keys[layer].shape[1:]
         self.keys[layer][last] = key.reshape(shape)
         self.values[layer][last] = value.reshape(shape)
@@ -224,13 +231,19 @@ class DenseCache(WorkingCache):
         if layer in self._windows:
             window, at = self._windows[layer]
             first = int(torch.searchsorted(at[:n_entries], at[last] - window, right=True))
-        keys = as_heads(self.keys[layer][first:n_entries])
-        values = as_heads(self.values[layer][first:n_entries])
-        if self._weigh is None:
-            output = _attention(self._model, layer, query, keys, values, scaling)
+        keys, values = self.keys[layer], self.values[layer]
+        if not first and self._is_plain and suits_products(query, n_entries):
+            # Not more where a draft that was taken back made room: sums would be rounded otherwise.
+            size = n_entries + -n_entries % 128
+            keys, values = keys[:size].transpose(0, 1), values[:size].transpose(0, 1)
+            output = attention_of_token(query, keys, values, scaling, n_entries)
         else:
-            is_context = self.is_context(layer)[:, first:]
-            output = self._weigh(query, keys, values, scaling, None, is_context)
+            keys, values = as_heads(keys[first:n_entries]), as_heads(values[first:n_entries])
+            if self._weigh is None:
+                output = _attention(self._model, layer, query, keys, values, scaling)
+            else:
+                is_context = self.is_context(layer)[:, first:]
+                output = self._weigh(query, keys, values, scaling, None, is_context)
         if self._keepers and self._slides and layer not in self._windows:
             seen = Seen(
                 query=query[0], slots=torch.tensor([last]),
@@ -257,13 +270,9 @@ class DenseCache(WorkingCache):
         slots: (K, G) the entries that each head keeps, None for all.
         """
         n_kept = self.lengths[layer] if slots is None else len(slots)
-        room = n_kept + self._capacity
-        if self._keepers and self._slides:
-            # one more entry, for the new token before it evicts another
-            room = max(n_kept, min(room, self._keepers[layer].budget + 1))
         for side in self._sides:
             entries = side[layer][: self.lengths[layer]]
-            moved = room_for(room, entries)
+            moved = room_for(n_kept, entries)
             if slots is not None:
                 at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
                 entries = entries.gather(0, at)
@@ -272,19 +281,23 @@ class DenseCache(WorkingCache):
         self.lengths[layer], self._kept[layer] = n_kept, slots
 
     def _trim(self, layer: int, at: Tensor, window: int) -> None:
-        """Keep what the next token sees through the window, with room for the answer."""
+        """Keep what the next token sees through the window."""
         n_entries = self.lengths[layer]
         first = int((at <= self._n_tokens - window).sum())
-        n_kept = n_entries - first
-        for side in self._sides:
-            moved = room_for(n_kept + self._capacity, side[layer])
-            moved[:n_kept] = side[layer][first:n_entries]
-            side[layer] = moved
+        self._move(layer, first)
         later = torch.arange(self._n_tokens, self._n_tokens + self._capacity)
         self._windows[layer] = window, torch.cat((at[first:], later))
-        self.lengths[layer] = n_kept
         slots = torch.arange(first, n_entries)[:, None]
         self._kept[layer] = slots.expand(-1, self.keys[layer].shape[1])
+
+    def _move(self, layer: int, first: int) -> None:
+        """Move the entries from ``first`` on into new tensors with room for more."""
+        n_entries = self.lengths[layer]
+        for side in self._sides:
+            moved = room_for(n_entries - first + 1, side[layer])
+            moved[: n_entries - first] = side[layer][first:n_entries]
+            side[layer] = moved
+        self.lengths[layer] = n_entries - first
 
     def evict(self, layer: int, slot: int | Tensor) -> None:
         """Replace entry ``slot``, or ``slot[g]`` (G,) of each head, by the last entry."""

@@ -166,17 +166,23 @@ def products_are_faster() -> bool:
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
         query, key = torch.ones(1, 8, 128, 64, **kind), torch.ones(1, 2, 640, 64, **kind)
         mask = torch.zeros(128, 640, **kind)
-        fused = partial(
-            F.scaled_dot_product_attention, query, key, key, mask, scale=0.125, enable_gqa=True
+        return _is_faster(
+            partial(_explicit_attention, query, key, key, 0.125, mask, False, None, None),
+            partial(
+                F.scaled_dot_product_attention, query, key, key, mask, scale=0.125, enable_gqa=True
+            ),
         )
-        products = partial(_explicit_attention, query, key, key, 0.125, mask, False, None, None)
-        seconds: dict[Callable[[], Tensor], list[float]] = {fused: [], products: []}
-        for _ in range(4):
-            for attend, taken in seconds.items():
-                start = perf_counter()
-                attend()
-                taken.append(perf_counter() - start)
-    return min(seconds[products]) < 0.8 * min(seconds[fused])
+
+
+def _is_faster(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
+    """Whether ``one`` takes less than .8 of the time, of four calls each the fastest."""
+    seconds: dict[Callable[[], Tensor], list[float]] = {one: [], other: []}
+    for _ in range(4):
+        for call, taken in seconds.items():
+            start = perf_counter()
+            call()
+            taken.append(perf_counter() - start)
+    return min(seconds[one]) < 0.8 * min(seconds[other])
 
 
 def _explicit_attention(
@@ -215,6 +221,43 @@ def _explicit_attention(
 
 # -- steps of one answer ----------------------------------------------------------------------
 
+_MANY_KEYS = 512
+
+
+def attention_of_token(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, n_keys: int
+) -> Tensor:
+    """Attention of one token's query (1, H, 1, D) over the first ``n_keys`` of keys and values.
+
+    keys, values: (G, S, D), contiguous, or they would be copied. As products of matrices, which
+    round scores to bfloat16. oneDNN compiles a program for each S, so there should be few. Values
+    that are not seen must be finite.
+    """
+    n_kv_heads, _, size = keys.shape
+    grouped = query.reshape(n_kv_heads, -1, size) * scaling
+    scores = torch.bmm(grouped, keys.mT)
+    scores[..., n_keys:] = -torch.inf
+    return torch.bmm(scores.softmax(-1), values).view(query.shape)
+
+
+def suits_products(query: Tensor, n_keys: int) -> bool:
+    """Whether `attention_of_token` beats `attention`; see docs/decisions.md."""
+    is_suited = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    return is_suited and n_keys >= _MANY_KEYS and _are_faster_for_token()
+
+
+@cache
+def _are_faster_for_token() -> bool:
+    """By a trial of some milliseconds."""
+    with torch.inference_mode():
+        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+        query, key = torch.ones(1, 8, 1, 64, **kind), torch.ones(1, 2, 4096, 64, **kind)
+        return _is_faster(
+            partial(attention_of_token, query, key[0], key[0], 0.125, 4096),
+            partial(attention, query, key, key, 0.125, None, False),
+        )
+
+
 _PARTS = 8  # more make no difference
 _WIDEST = 2048  # inputs of a layer; above, MKL's product of a matrix and a vector is as fast
 
@@ -241,13 +284,7 @@ def parts_are_faster() -> bool:
     with torch.inference_mode():
         kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         weight, token = torch.ones(_TRIED // 1024, 1024, **kind), torch.ones(1, 1024, **kind)
-        seconds: dict[Callable[[Tensor, Tensor], Tensor], list[float]] = {F.linear: [], _parts: []}
-        for _ in range(4):
-            for product, taken in seconds.items():
-                start = perf_counter()
-                product(token, weight)
-                taken.append(perf_counter() - start)
-    return min(seconds[_parts]) < 0.8 * min(seconds[F.linear])
+        return _is_faster(partial(_parts, token, weight), partial(F.linear, token, weight))
 
 
 _TRIED = 2**24

@@ -1,0 +1,132 @@
+"""CPU milliseconds of a later token behind a context, beside llama.cpp's and those of its products.
+
+    OMP_NUM_THREADS=1 python -m benchmarks step --model FILE.gguf --peer-python PYTHON
+
+The peer, a process of llama-cpp-python, answers the same prompt from the same file; without
+``--peer-python`` its column is left out. Ways take turns; figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from benchmarks.answer_grid import Texts
+from benchmarks.commands import STDOUT, command_line, counts, write
+from benchmarks.run_settings import hardware
+from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cli.tables import markdown_table
+from samkv_integrations.engine.decode import Decoder
+from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.request import AnswerSettings
+from samkv_integrations.model.gguf_file import smollm2
+from samkv_integrations.model.loading import load_model
+from samkv_integrations.model.model import Model
+from samkv_integrations.model.packed_weights import PackedLinear, Part
+
+STEPS = 64
+
+
+def products(model: Model) -> list[Callable[[], Tensor]]:
+    """The matrix products of a step, in order."""
+    found: list[Callable[[], Tensor]] = []
+    seen = set[int]()
+    for module in model.hf.modules():
+        if isinstance(module, PackedLinear):
+            packed = module.packed.whole if isinstance(module.packed, Part) else module.packed
+            product, size, of = packed.product, packed.n_columns, id(packed)
+        elif isinstance(module, nn.Linear):
+            product, size, of = module.forward, module.in_features, id(module)
+        else:
+            continue
+        if of not in seen:
+            seen.add(of)
+            x = torch.randn(1, size, dtype=model.dtype)
+            found.append(lambda product=product, x=x: product(x))  # type: ignore[misc]
+    return found
+
+
+def milliseconds(work: Callable[[], object], n: int) -> float:
+    """CPU milliseconds of each of ``n`` calls."""
+    began = time.process_time()
+    for _ in range(n):
+        work()
+    return 1000 * (time.process_time() - began) / n
+
+
+def step(
+    model: Annotated[str, typer.Option(help="GGUF file or 'smollm2'.")] = "smollm2",
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompts: 500,1000,...")] = "970",
+    weights: Annotated[str, typer.Option(help="As `load_model` takes it.")] = "packed",
+    peer_python: Annotated[
+        str | None, typer.Option(help="A Python that has llama-cpp-python.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Of 64 tokens each.")] = 5,
+) -> None:
+    """CPU time of a later token, beside llama.cpp's and the sum of its products."""
+    loaded = load_model(model, dtype="bfloat16", weights=weights)
+    multiply, texts, peer = products(loaded), Texts(loaded), None
+    if peer_python is not None:
+        script = Path(__file__).with_name("llama_peer.py")
+        file = smollm2() if model == "smollm2" else model
+        command = [peer_python, script, file, str(torch.get_num_threads())]
+        peer = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+    cells = []
+    for context in counts("--contexts", contexts):
+        prompt, spent = texts.next(context), dict[str, list[float]]()
+        with TemporaryDirectory() as folder:
+            engine = Engine(loaded, ChunkStore(folder))
+            for _ in range(rounds + 1):  # the first one warms up
+                for name, found in _round(engine, prompt, multiply, peer).items():
+                    spent.setdefault(name, []).append(found)
+        mine, sums, *peers = (median(each[1:]) for each in spent.values())
+        cells.append([str(context), f"{mine:.1f}", f"{sums:.1f}", f"{mine / sums:.2f}"])
+        for theirs in peers:
+            cells[-1] += [f"{theirs:.1f}", f"{mine / theirs:.2f}"]
+    columns = ["context", "step, ms", "its products", "step, of them"]
+    columns += ["llama.cpp", "step, of llama.cpp"] if peer else []
+    typer.echo(f"{hardware(loaded)}", err=True)
+    write(markdown_table(columns, cells), STDOUT)
+
+
+def _round(
+    engine: Engine, prompt: str, multiply: list[Callable[[], Tensor]], peer: Popen[str] | None
+) -> dict[str, float]:
+    """Milliseconds of each way."""
+
+    def ours() -> dict[str, float]:
+        with engine.resolve(prompt, []) as resolved:
+            settings = AnswerSettings.of(method="recompute", eviction="none")
+            begun = first_token(engine.request(resolved, settings, STEPS + 1))
+        decoder, token = Decoder(engine.model, begun.cache, begun.layout.n_tokens), 0
+
+        def decode() -> None:
+            nonlocal token
+            token = int(decoder.step(token).argmax())
+
+        step = milliseconds(decode, STEPS)
+        with torch.inference_mode():
+            return {"ours": step, "sum": milliseconds(lambda: [run() for run in multiply], 20)}
+
+    found = engine.scheduler.run(ours)
+    if peer is not None and peer.stdin is not None and peer.stdout is not None:
+        ids = engine.model.tokenize(prompt, special=True)
+        peer.stdin.write(json.dumps({"ids": ids, "new_tokens": STEPS + 1}) + "\n")
+        peer.stdin.flush()
+        found["llama.cpp"] = 1000 * json.loads(peer.stdout.readline())["later_cpu_s"] / STEPS
+    return found
+
+
+app = command_line(step)
+main = app
