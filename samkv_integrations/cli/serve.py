@@ -15,7 +15,6 @@ from samkv_integrations.cli.loading import (
     require_own_records,
     use_threads_for,
 )
-from samkv_integrations.engine.chunks import hot_budget
 from samkv_integrations.engine.options import (
     EngineOptions,
     OwnAnswerOptions,
@@ -44,6 +43,7 @@ def serve(
     describes further options.
     """
     from samkv_integrations.cache.index.index import bytes_of
+    from samkv_integrations.engine.chunks import hot_budget
     from samkv_integrations.engine.scheduler import Limits, Scheduler
     from samkv_integrations.model.loading import load_model
 

@@ -154,7 +154,7 @@ class _Means:
         first = torch.tensor([run.start for run in runs], dtype=torch.long)[:, None]
         offset = torch.arange(max(map(len, runs), default=0))
         self.rows = (first + torch.minimum(offset, lengths - 1)).flatten().to(device)
-        self._weights = ((offset < lengths) / lengths)[:, None].to(device)
+        self._weights = ((offset < lengths).float() / lengths)[:, None].to(device)
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """(..., N, heads, D) float32 means of numbers (..., N * width, heads, D) of ``rows``."""
@@ -239,7 +239,8 @@ def prefill(
     of_keys, of_values = (torch.empty(shape, **kind) for _ in range(2))
     local_query = torch.empty(model.n_layers, len(chunks), model.n_heads, model.head_dim, **kind)
     alpha, sustained = (
-        torch.empty(model.n_layers, n_tokens, device=model.device) for _ in range(2)
+        torch.empty(model.n_layers, n_tokens, dtype=torch.float32, device=model.device)
+        for _ in range(2)
     )
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
