@@ -138,6 +138,8 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         if model_kwargs:
             always["model_kwargs"] = dict(model_kwargs)
             given.setdefault("tokenizer_kwargs", dict(model_kwargs))
+        if twice := given.keys() & {"model", "device_map", *always}:
+            raise InvalidOption(f"{sorted(twice)[0]} is given twice; give it once")
         return cls(model=model_id, device_map=device_map or "auto", **always, **given)
 
     def configurable_fields(self, **kwargs: AnyConfigurableField) -> RunnableSerializable[Any, Any]:

@@ -16,8 +16,10 @@ from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
     BaseMessage,
+    BaseMessageChunk,
     ChatMessage,
     ToolMessage,
+    message_chunk_to_message,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
@@ -269,6 +271,8 @@ def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def _turn(message: BaseMessage) -> dict[str, Any]:
+    if isinstance(message, BaseMessageChunk):  # summed up from a stream
+        message = message_chunk_to_message(message)
     texts = []
     blocks = [message.content] if isinstance(message.content, str) else message.content
     for block in blocks:

@@ -49,7 +49,18 @@ REMOVED = {
     "--check": "run 'samkv tune --no-write' with questions that are new",
     "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
     "--seed": "answers are greedy, and questions come in the order of their file",
-    "serve --ray": "start several servers behind a load balancer, on one --dir or --remote",
+    **dict.fromkeys(
+        (
+            "serve --ray",
+            "serve --ray-address",
+            "--replicas",
+            "--replica-cpus",
+            "--replica-gpus",
+            "--min-replicas",
+            "--max-replicas",
+        ),
+        "start several servers behind a load balancer, on one --dir or --remote",
+    ),
     "--route": "put a proxy that hashes 'x-session-id' before several servers",
 }
 """Removed command or option, of one command or of any -> what takes its place."""

@@ -394,7 +394,7 @@ class Chunks:
         The ``cached`` ones count as just used; one whose file is gone is computed, too.
 
         Raises:
-            InvalidChunk: a chunk cannot be cached.
+            InvalidChunk: a chunk cannot be cached; the others are.
             StoreError: the store cannot be written; caches stored before stay.
         """
         missed = {
@@ -405,6 +405,7 @@ class Chunks:
         for key in {ref.key for ref in chunks} - missed.keys():
             self.store.touch(key, self.fingerprint)
         fingerprint, is_same_model = self.while_computing()
+        failures: list[str] = []
 
         def keep(caches: PrefilledChunks, at: int) -> int:
             return self.keep(since, caches[at])
@@ -419,8 +420,16 @@ class Chunks:
                 if missed:
                     of_prefix = partial(self._entries_before, fingerprint, is_same_model)
                     before = self._run(of_prefix)
-                for batch in batches(list(missed.values()), self.model.device):
-                    caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
+                pending = batches(list(missed.values()), self.model.device)
+                while pending:
+                    batch = pending.pop(0)
+                    try:
+                        caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
+                    except InvalidChunk as error:  # of one of them: try each by itself
+                        if len(batch) == 1:
+                            failures.append(f"the chunk {batch[0].text[:60]!r}: {error}")
+                        pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
+                        continue
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, and what it was "
@@ -436,6 +445,9 @@ class Chunks:
                 raise
             finally:
                 self._stable_layers = None  # more chunks vote now
+        if failures:
+            more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+            raise InvalidChunk(failures[0] + more)
 
     def _entries_before(
         self, fingerprint: Fingerprint, is_same_model: Callable[[], bool]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from samkv_integrations.model.attention import Attend
 from samkv_integrations.model.packed_weights import MOST_TOKENS, JoinedLinears, PackedLinear
@@ -41,19 +42,25 @@ class PackedLayer:
 
 
 def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
-    """Whether `run` computes what the layer does: nobody has replaced or hooked a part of it."""
-    if config.model_type not in _FAMILIES or config.hidden_act != "silu":
+    """Whether `run` computes what the layer does: nobody has replaced, wrapped or hooked a part."""
+    if config.model_type not in _FAMILIES or type(layer.mlp.act_fn) is not type(ACT2FN["silu"]):
         return False
-    parts = (layer, *(getattr(layer, name, layer) for name in _PARTS))
     return all(
-        type(part).__module__.startswith("transformers.models.")
+        _is_known(part)
         and "forward" not in vars(part)
         and not (part._forward_hooks or part._forward_pre_hooks)
-        for part in parts
+        for part in layer.modules()
     )
 
 
-_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+def _is_known(part: nn.Module) -> bool:
+    module = type(part).__module__
+    if isinstance(part, nn.Linear | PackedLinear):  # subclasses of others may want three axes
+        return module.partition(".")[0] in _ROOTS
+    return module.startswith("transformers.models.") or type(part) is type(ACT2FN["silu"])
+
+
+_ROOTS = ("torch", "bitsandbytes", "torchao", "samkv_integrations")
 
 
 def run(

@@ -218,7 +218,8 @@ class Guard:
             elif ends and not (is_read or message.get("more_body", False)):
                 # a connection that is closed with bytes unread is reset, and the answer is lost
                 await send({**message, "more_body": True})
-                await _discard(receive)
+                if "expect" not in headers:  # else the client waits to send it, and need not
+                    await _discard(receive)
                 message = {"type": "http.response.body"}
             await send(message)
 

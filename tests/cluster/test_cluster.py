@@ -51,7 +51,7 @@ OF_MODEL = ("--dtype", "float32", "--store-bits", str(BITS))
 LOCAL_BYTES = 5_000_000
 """Room for half of the chunks that the questions need: others are fetched, or missed."""
 
-N_EACH = 80
+N_EACH = 40
 """Answers of each phase, at least."""
 
 

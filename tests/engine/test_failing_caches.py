@@ -249,6 +249,11 @@ def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
     again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert (again.reused, again.chunk_misses) == (len(TEXTS) - 1, {"absent": 1})
 
+    other = Engine(engine.model, block_size=8)
+    with pytest.raises(InvalidChunk, match="the chunk .*: not finite"):
+        other.cache_chunks(TEXTS)
+    assert len(other.store.keys()) == len(TEXTS) - 1
+
 
 def test_engines_that_fill_an_empty_store_together_agree_on_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

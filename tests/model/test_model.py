@@ -303,3 +303,38 @@ class TestSampling:
     def test_values_out_of_range(self, option: dict[str, Any], message: str) -> None:
         with pytest.raises(InvalidOption, match=message):
             Sampling(**option)
+
+
+class TestChangedParts:
+    """Layers of Llama's kind are computed in our own operations; a changed part counts too."""
+
+    @pytest.mark.parametrize(
+        "change", ["norm hook", "norm", "activation", "hook of three axes", "linear"]
+    )
+    def test_first_logits_are_those_of_the_changed_model(self, change: str) -> None:
+        hf = hf_model("qwen3")
+        attention, mlp = hf.model.layers[1].self_attn, hf.model.layers[1].mlp
+        size = attention.q_norm.weight.shape[0]
+
+        class OtherLinear(torch.nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                _, n_tokens, _ = x.shape
+                return super().forward(x) * 1.5 + n_tokens
+
+        if change == "norm hook":
+            attention.q_norm.register_forward_hook(lambda _, given, result: 2 * result)
+        elif change == "norm":
+            attention.k_norm = torch.nn.LayerNorm(size)
+        elif change == "activation":
+            mlp.act_fn = torch.nn.GELU()
+        elif change == "hook of three axes":
+            mlp.up_proj.register_forward_hook(lambda _, given, result: result[:, :, :] * 0.5)
+        else:
+            attention.v_proj.__class__ = OtherLinear
+        model = Model(hf, byte_tokenizer(bos=True), "changed")
+        engine = Engine(model)
+        ours = engine.logits(PROMPT, method="recompute")[0]
+        ids = torch.tensor([engine.resolve(PROMPT).token_ids])
+        with torch.inference_mode():
+            plain = hf(ids).logits[0, -1]
+        torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)

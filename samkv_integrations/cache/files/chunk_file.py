@@ -276,9 +276,9 @@ def open_regular(path: Path) -> FileIO:
 
 
 def _identity(file: FileIO) -> tuple[int, int, int, int]:
-    """Device, inode, time of the last change, and size: whoever changes a file changes one."""
+    """Device, inode, size and time of the last change: whoever changes a file changes one."""
     found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 class ChunkFile:
@@ -331,7 +331,7 @@ class ChunkFile:
         self, key: str | None, fingerprint: Fingerprint | None, namespace: str | None
     ) -> FileLayout:
         """The layout. Nothing in the header is used before its MAC was checked."""
-        *_, size = self._opened
+        _, _, size, _ = self._opened
         prefix = bytearray(8)
         self._fill(0, [memoryview(prefix)])
         n_bytes = int.from_bytes(prefix, "little")
@@ -374,7 +374,7 @@ class ChunkFile:
             return
         self._file = self._open()  # the header is known, and each region has its MAC
         with self._file:
-            if _identity(self._file) != self._opened:
+            if _identity(self._file)[:3] != self._opened[:3]:  # its time, such as by a new link
                 raise CacheMiss("absent", f"{self._path} was replaced")
             self._fill(len(self._header) + start, views)
 

@@ -134,6 +134,14 @@ class TestChat:
         assert reason(prompt_about(), stop=[ASKED.workers[1:]]) == "stop"
         assert reason(prompt_about(), max_tokens=n_tokens, stop=[ASKED.workers[-1]]) == "stop"
 
+    def test_a_streamed_answer_goes_back_into_the_history(self, chat: ChatSamKV) -> None:
+        pieces = list(chat.stream(prompt_about()))
+        answer = sum(pieces[1:], start=pieces[0])
+        question, more = HumanMessage(prompt_about()), HumanMessage("And?")
+        streamed = chat.invoke([question, answer, more])
+        whole = chat.invoke([question, AIMessage(answer.content), more])
+        assert streamed.text == whole.text
+
     def test_stream(self, chat: ChatSamKV, steps: Steps) -> None:
         handler, full, seen_at = Tokens(), None, []
         steps.hold()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages_to_prompt
@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _NEEDS_ENGINE = "needs_engine"
+_T = TypeVar("_T")
+_Made = Callable[[CompletionResponse, ToolAnswer], _T]
 """Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
 
 
@@ -312,7 +314,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         Errors are raised here. The last response has an empty delta and the complete report.
         """
         stream = self._run(self._completion_prompt(prompt, formatted), kwargs)
-        return (response for response, _ in self._deltas(stream, kwargs))
+        return self._deltas(stream, kwargs, _response)
 
     @llm_completion_callback()
     async def acomplete(
@@ -327,7 +329,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     ) -> CompletionResponseAsyncGen:
         """Like `stream_complete`, off the event loop."""
         stream = await self._arun(self._completion_prompt(prompt, formatted), kwargs)
-        return (response async for response, _ in self._adeltas(stream, kwargs))
+        return self._adeltas(stream, kwargs, _response)
 
     # -- chat -------------------------------------------------------------------------------
 
@@ -346,7 +348,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Like `chat`, but streams: each response has the new text (``delta``) and all so far."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        return (to_chat(*each) for each in self._deltas(self._run(prompt, kwargs), kwargs, use))
+        return self._deltas(self._run(prompt, kwargs), kwargs, to_chat, use)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -362,7 +364,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         """Like `stream_chat`, off the event loop."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
         stream = await self._arun(prompt, kwargs)
-        return (to_chat(*each) async for each in self._adeltas(stream, kwargs, use))
+        return self._adeltas(stream, kwargs, to_chat, use)
 
     # -- objects ----------------------------------------------------------------------------
 
@@ -543,30 +545,32 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         return to_completion(text, stream.report)
 
     def _deltas(
-        self, stream: AnswerStream, given: Mapping[str, Any], use: ToolUse | None = None
-    ) -> Generator[tuple[CompletionResponse, ToolAnswer]]:
-        """The responses of a stream, with the parts of the answer so far."""
+        self, stream: AnswerStream, given: Mapping[str, Any], made: _Made[_T],
+        use: ToolUse | None = None,
+    ) -> Generator[_T]:  # fmt: skip
+        """What ``made`` makes of the responses of a stream, and the parts of the answer so far."""
         shown = ShownText(use)
         with closing(stream):
             for piece in stream:
                 if delta := shown.push(piece):
                     response = to_completion(shown.text, stream.report, delta)
-                    yield response, ToolAnswer(shown.text)
+                    yield made(response, ToolAnswer(shown.text))
         self._end(stream, given)
-        yield _last(stream, shown)
+        yield made(*_last(stream, shown))
 
     async def _adeltas(
-        self, stream: AnswerStream, given: Mapping[str, Any], use: ToolUse | None = None
-    ) -> AsyncGenerator[tuple[CompletionResponse, ToolAnswer]]:
+        self, stream: AnswerStream, given: Mapping[str, Any], made: _Made[_T],
+        use: ToolUse | None = None,
+    ) -> AsyncGenerator[_T]:  # fmt: skip
         """Like `_deltas`, for a task."""
         shown = ShownText(use)
         async with stream:
             async for piece in stream:
                 if delta := shown.push(piece):
                     response = to_completion(shown.text, stream.report, delta)
-                    yield response, ToolAnswer(shown.text)
+                    yield made(response, ToolAnswer(shown.text))
         self._end(stream, given)
-        yield _last(stream, shown)
+        yield made(*_last(stream, shown))
 
     def _end(self, stream: AnswerStream, given: Mapping[str, Any]) -> None:
         """Note the report. Raises AnswerCut for an object that was cut."""
@@ -579,9 +583,15 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             )
 
 
+def _response(response: CompletionResponse, parts: ToolAnswer) -> CompletionResponse:
+    """The response of a completion, which has no tools."""
+    return response
+
+
 def _last(stream: AnswerStream, shown: ShownText) -> tuple[CompletionResponse, ToolAnswer]:
-    rest, found = shown.rest()
-    return to_completion(shown.text + rest, stream.report, rest + "".join(found.broken)), found
+    _, found = shown.rest()
+    delta = found.full_text[len(shown.text) :]
+    return to_completion(found.full_text, stream.report, delta), found
 
 
 @contextmanager
