@@ -137,6 +137,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+_OF_FLAGS: dict[Any, Any] = {int | str | None: str | None}
+"""Type of an option -> of its flag; typer knows no unions."""
+
+
 def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
     if not is_typeddict(group):
         return [*inspect.signature(group, eval_str=True).parameters.values()]
@@ -144,7 +148,7 @@ def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
     return [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=option.default,
-            annotation=annotated[kind, _option(option.description)],
+            annotation=annotated[_OF_FLAGS.get(kind, kind), _option(option.description)],
         )
         for name, (kind, option) in declared(group).items() if option.flag
     ]  # fmt: skip

@@ -30,6 +30,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
 from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.hot import HotChunks
+from samkv_integrations.cache.index.index import bytes_of
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.engine.prefill import (
@@ -137,22 +138,25 @@ class ReleasedCaches:
             timer.cancel()
 
 
-def hot_budget(model: Model, hot_bytes: int | None) -> int:
+def hot_budget(model: Model, hot_bytes: int | str | None) -> int:
     """The bytes of memory that an engine's option ``hot_bytes`` stands for.
 
-    Raises InvalidOption for more than the device has.
+    Raises InvalidOption for no size, and for more than the device has.
     """
     most = available_bytes() or sys.maxsize
     default = 0
     if model.device.type == "cuda":
         free, most = torch.cuda.mem_get_info(model.device)
         default = free // 10
-    if hot_bytes is not None and hot_bytes > most:
+    if hot_bytes is None:
+        return default
+    n_bytes = 0 if hot_bytes in (0, "0") else bytes_of("hot_bytes", hot_bytes)
+    if n_bytes > most:
         raise InvalidOption(
             f"hot_bytes={hot_bytes}, and {model.device} has {most} bytes; give less, or None for "
             "the default"
         )
-    return default if hot_bytes is None else hot_bytes
+    return n_bytes
 
 
 def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
@@ -193,7 +197,7 @@ class Chunks:
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
-        hot_bytes: int | None,
+        hot_bytes: int | str | None,
         run: Callable[[Callable[[], Any]], Any],
         on_change: Callable[[], None],
     ) -> None:

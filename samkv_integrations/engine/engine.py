@@ -63,7 +63,7 @@ class Engine:
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
         exact_beginnings: bool = True,
-        hot_bytes: int | None = None,
+        hot_bytes: int | str | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         if not isinstance(model, Model):

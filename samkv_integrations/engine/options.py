@@ -211,15 +211,12 @@ class OwnEngineOptions(TypedDict, total=False):
     behind the same head (chat template, system prompt): none of its tokens is recomputed when it
     stands first again. For stores on disk."""
     hot_bytes: Annotated[
-        int | None,
-        Option(
-            default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free",
-            allows=is_size, bounds=SIZE,
-        ),
-    ]  # fmt: skip
-    """Memory for chunk caches that were read and verified lately, in their few bits: the next
-    question reads no file for them. On a GPU its memory, and as much pinned memory of the host
-    behind it. For stores on disk."""
+        int | str | None,
+        Option(default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free"),
+    ]
+    """Memory for chunk caches that were read and verified lately, a number of bytes or a size such
+    as '2GB': the next question reads no file for them. On a GPU its memory, and as much pinned
+    memory of the host behind it. For stores on disk."""
 
 
 class EngineOptions(OwnEngineOptions, CacheOptions, total=False):

@@ -142,7 +142,7 @@ class EngineFields(BaseModel):
     max_bytes: int | str | None = None
     store_bits: int | None = None
     exact_beginnings: bool | None = None
-    hot_bytes: int | None = None
+    hot_bytes: int | str | None = None
 
 
 @described(_OF_ANSWERS)

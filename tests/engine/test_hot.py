@@ -260,10 +260,15 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     assert read(CHUNKS[0]) > 0
 
 
-@pytest.mark.parametrize("hot_bytes", [-1, 1.5, "1GB", True])
+@pytest.mark.parametrize("hot_bytes", [-1, 1.5, "1 apple", True])
 def test_what_is_no_size_is_refused(tmp_path: Path, hot_bytes: Any) -> None:
-    with pytest.raises(InvalidOption, match=f"^hot_bytes={hot_bytes!r}; it must be a whole number"):
+    with pytest.raises(InvalidOption, match=f"^hot_bytes={hot_bytes!r}; give a number of bytes"):
         engine_on(tmp_path, hot_bytes=hot_bytes)
+
+
+def test_a_size_may_have_a_unit(tmp_path: Path) -> None:
+    engine = Engine(tiny_model(), ChunkStore(tmp_path), hot_bytes="2MB")
+    assert engine.chunks.hot.max_bytes == 2_000_000
 
 
 def test_more_than_the_device_has_is_refused(
