@@ -117,6 +117,8 @@ def serving(*arguments: str) -> Iterator[str]:
         for line in process.stderr:
             said.append(line)
             if found := READY.fullmatch(line):
+                # a pipe that nobody reads is full at some time, and the server waits to write
+                threading.Thread(target=process.stderr.read, daemon=True).start()
                 yield found[1]
                 break
         else:
