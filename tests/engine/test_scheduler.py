@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -29,7 +30,7 @@ from samkv_integrations.errors import Overloaded, TimedOut
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import Sampler
+from samkv_integrations.model.sampling import JsonConstraint, Sampler
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.processes import wait_until
@@ -291,6 +292,33 @@ def test_who_comes_when_another_has_all_places_does_not_wait_for_whole_answers(
         assert abs((one_now - one) - (other_now - other)) <= 2
         for each in many:
             each.result(PATIENCE_S).close()
+
+
+def test_masks_are_charged_to_the_owner_of_the_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged = Counter[str]()
+    thread_class = scheduler_module._Thread  # noqa: SLF001
+    charge = thread_class._charge  # noqa: SLF001
+
+    def counted(thread: Any, owner: str, seconds: float) -> None:
+        charged[owner] += seconds
+        charge(thread, owner, seconds)
+
+    monkeypatch.setattr(thread_class, "_charge", counted)
+    mask = JsonConstraint.__call__
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.05)
+        return mask(*given)
+
+    monkeypatch.setattr(JsonConstraint, "__call__", slow)
+    with ThreadPoolExecutor(1) as threads:
+        asked = as_owner(
+            "masks", threads, engine.generate, PROMPTS[0], json_schema={"const": "a long word"}
+        )
+        n_tokens = asked.result(PATIENCE_S).report.completion_tokens
+    assert charged["masks"] > 0.05 * n_tokens > 0.2
 
 
 def of(engine: Engine) -> tuple[int, int]:
