@@ -70,9 +70,9 @@ if TYPE_CHECKING:
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _NEEDS_ENGINE = "needs_engine"
+"""Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
 _T = TypeVar("_T")
 _Made = Callable[[CompletionResponse, ToolAnswer], _T]
-"""Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
 
 
 class SamKVLLM(LocalLLM, FunctionCallingLLM):
