@@ -123,7 +123,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         parts.append(ChunkPart(runs=chunk.runs, blocks=blocks, is_exact=chunk.is_exact))
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
-    layout = Layout.of(resolved.token_ids, parts, prefix_ids)
+    layout = Layout(resolved.token_ids, parts, prefix_ids)
     window = min(request.settings.context_window or sys.maxsize, model.context_window)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(
@@ -149,7 +149,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     blended, opened = layout, resolved.opened
     if n_blended > first_chunk:
         behind = [part.behind(n_blended) for part in parts]
-        blended = Layout.of(resolved.token_ids, [part for part in behind if part], prefix_ids)
+        blended = Layout(resolved.token_ids, [part for part in behind if part], prefix_ids)
         there = zip(resolved.chunks, behind, strict=True)
         opened = [chunk.stored for chunk, part in there if part and chunk.stored]
 
@@ -178,7 +178,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
             method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
         )
         if n_held > first_chunk:
-            layout, opened = Layout.of(resolved.token_ids, (), ()), []
+            layout, opened = Layout(resolved.token_ids, (), ()), []
     leaves = None
     if request.prefixes is not None:
         leaves = request.prefixes.begin(

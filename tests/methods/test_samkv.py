@@ -151,7 +151,7 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
 ) -> None:
     blocks, n = BlockScheme(size=4).of(20), len(first)
     parts = [ChunkPart.whole(blocks, n), ChunkPart.whole(blocks, n + 20)]
-    layout = Layout.of([*first, *(9,) * 40, 5], parts, prefix)
+    layout = Layout([*first, *(9,) * 40, 5], parts, prefix)
     assert layout.exact.tolist() == [exact, False]
     selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
     rows = SamkvRecompute(outliers=False).choose(selection, SelectionInputs(n_layers=1), layout)

@@ -122,7 +122,7 @@ def case_of(
             block_of += [numbers.setdefault(place, len(numbers)) for place in places]
         start += len(piece.ids)
     scheme = BlockScheme(size=BLOCK)
-    layout = Layout.of(
+    layout = Layout(
         [token for piece in pieces for token in piece.ids],
         [
             ChunkPart(runs=tuple(of_chunk), blocks=scheme.of(length))
