@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -260,7 +261,7 @@ class Engine:
     def found_in(self, prompt: Prompt) -> list[str]:
         """The texts of the chunks in a prompt, those of handles too, in order, each once."""
         found: dict[str, None] = {}
-        for chunk in self._reader.find(prompt, self.chunks.fingerprint):
+        for chunk in self._reader.read(prompt, None, self.chunks.fingerprint)[1]:
             text = chunk.text
             if text is None and chunk.key:
                 with self.chunks.outage.survived():
@@ -404,11 +405,13 @@ class Engine:
         Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
         missed chunk is text.
         """
-        check_on_miss(on_miss)
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
-        token_ids, found = self._reader.read(
-            prompt, chunks, made_by, must_hold=on_miss == "error", context_window=context_window
-        )
+        window = min(context_window or sys.maxsize, self.model.context_window)
+        token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
+        if not token_ids:
+            raise InvalidOption("the prompt is empty; it must hold at least one token")
+        if chunks is None:
+            self._reader.see_announced(found, must_hold=on_miss == "error")
         resolved = Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
             outage=self.chunks.outage, on_miss=on_miss, since=since, hot=self.chunks.hot,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -152,65 +151,30 @@ class PromptReader:
         )
 
     def read(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None,
-        made_by: Fingerprint,
-        *,
-        must_hold: bool = False,
-        context_window: int | None = None,
-    ) -> tuple[list[int], list[PromptChunk]]:
-        """The token ids of a prompt to be answered, and its chunks in order.
+        self, prompt: Prompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
+        window: int | None = None,
+    ) -> tuple[list[int], list[PromptChunk]]:  # fmt: skip
+        """The token ids of a prompt, and its chunks in order.
 
         chunks: texts of chunks to look for; None for the announced ones and those of the store.
             Chunks of handles are always looked for.
         made_by: fingerprint of the chunks to find in the store.
-        must_hold: raise if the prompt contains none of the chunks that were announced for it.
-        context_window: limit of prompt and answer, if smaller than the model's.
+        window: the context window of an answer; None if there is none to give.
 
         Raises:
-            PromptTooLong: it has more tokens than the context window.
-            HandleError: something cut a handle in two, or its chunk has been deleted.
-            InvalidOption: it is empty, or does not contain one of ``chunks``.
-            ChunkNotCached: see ``must_hold``.
-        """
-        most = min(context_window or sys.maxsize, self._model.context_window)
-        ids, found, spelled = self._read(prompt, chunks, made_by, most=most, must_be_whole=True)
-        if not ids:
-            raise InvalidOption("the prompt is empty; it must hold at least one token")
-        if chunks is None:
-            self._see_announced(found, must_hold)
-            return ids, found
-        texts = {chunk.text for chunk in found}
-        for body in bodies_of(chunks):
-            if body not in texts and body not in spelled.text:
-                raise InvalidOption(
-                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
-                    "chunk (or its handle) where the model should read it"
-                )
-        return ids, found
-
-    def find(self, prompt: Prompt, made_by: Fingerprint) -> list[PromptChunk]:
-        """The chunks in a prompt, in order, without answering it."""
-        return self._read(prompt, None, made_by)[1]
-
-    def _read(
-        self, prompt: Prompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
-        most: int | None = None, must_be_whole: bool = False,
-    ) -> tuple[list[int], list[PromptChunk], RenderedPrompt]:  # fmt: skip
-        """The token ids of a prompt, its chunks, and itself with texts in place of handles.
-
-        most: limit of tokens, None for none; checked before chunks are tokenised or looked for.
-        must_be_whole: whether a piece of a handle is an error.
+            InvalidOption: it does not contain one of ``chunks``.
+            PromptTooLong: it has more tokens than the window.
+            HandleError: there is a window, and something cut a handle in two, or its chunk has been
+                deleted.
         """
         rendered, bodies = self._spelled_out(
-            self.render(prompt, most=most), chunks, made_by, must_be_whole=must_be_whole
+            self.render(prompt, most=window), chunks, made_by, must_be_whole=window is not None
         )
+        ids = self._tokens_of(rendered, window)  # before chunks are tokenised or looked for
         of_store = made_by if chunks is None else None
-        ids = self._tokens_of(rendered, most)
         indexes: list[ChunkIndex] = []
-        named = bodies if chunks is None else [*bodies, *bodies_of(chunks)]
-        if named:
+        given = [] if chunks is None else bodies_of(chunks)
+        if named := [*bodies, *given]:
             if "" in named:
                 raise InvalidOption("an empty chunk was given; chunks must hold text")
             index = MemoryIndex(self._secret)
@@ -226,7 +190,14 @@ class PromptReader:
         for each in self._runs(ids, indexes, of_store):
             key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
             found.append(PromptChunk(key, each.token_ids, each.runs, text))
-        return ids, found, rendered
+        texts = {chunk.text for chunk in found}
+        for body in given:
+            if body not in texts and body not in rendered.text:
+                raise InvalidOption(
+                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
+                    "chunk (or its handle) where the model should read it"
+                )
+        return ids, found
 
     def _spelled_out(
         self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
@@ -333,8 +304,11 @@ class PromptReader:
         if for_next_prompt and long:
             _FOR_NEXT.set((self, list(long)))
 
-    def _see_announced(self, chunks: Sequence[PromptChunk], must_hold: bool) -> None:
-        """Warn once, or raise, if a prompt contains none of the chunks announced for it."""
+    def see_announced(self, chunks: Sequence[PromptChunk], *, must_hold: bool) -> None:
+        """Warn once if a prompt contains none of the chunks that were announced for it.
+
+        must_hold: raise ChunkNotCached instead.
+        """
         of, announced = _FOR_NEXT.get() or (None, [])
         if of is not self or not announced:
             return
