@@ -225,8 +225,7 @@ class Engine:
 
         For a program that exits after its last answer.
         """
-        if self._beginnings is not None:
-            self._beginnings.finish()
+        self.scheduler.finish_idle()
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the caches and texts of these chunks, for every model; returns how many chunks.

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
@@ -56,18 +55,13 @@ class Abandoned(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is final, empty in the first and the last piece, and the state of the answer.
+    """Text that is final, empty in the first and the last piece, and the report up to there.
 
-    n_tokens: so far. decode_s: seconds of the steps after the first token. tokens_per_step: mean of
-    these steps. kv_bytes: of the working cache. finish_reason: how the answer ended; None while it
-    goes on.
+    finish_reason: how the answer ended; None while it goes on.
     """
 
     text: str
-    n_tokens: int
-    tokens_per_step: float
-    decode_s: float
-    kv_bytes: int
+    report: Report
     finish_reason: FinishReason | None = None
 
 
@@ -120,13 +114,13 @@ class RunningAnswer:
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
     owner: who asks, see `OWNER`. pieces: for the reader; the first one is empty and comes with the
-    first token. report: set when the first piece comes. is_complete: the last piece has been put.
+    first token. is_complete: the last piece has been put.
     is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
     the first; None before it and at the end. lookup: drafts tokens; None if nothing is drafted.
     token: the next input of the model.
     """
 
-    report: Report
+    _report: Report  # of the first token
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
@@ -160,7 +154,7 @@ class RunningAnswer:
             ids = first.layout.token_ids.tolist()
             self.sampler = Sampler(model, ids, request.settings.sampling, request.form)
             token = self.sampler.next(first.logits)
-        self.report = replace(
+        self._report = replace(
             first.report, wait_s=began - request.asked, announce_s=request.announce_s,
             ttft_s=time.perf_counter() - request.began,
         )  # fmt: skip
@@ -246,12 +240,14 @@ class RunningAnswer:
 
     def _put(self, text: str, finish_reason: FinishReason | None = None) -> None:
         assert self.decoder is not None
-        per_step = self._n_decoded / self._n_steps if self._n_steps else 0.0
-        piece = Piece(
-            text=text, n_tokens=self._n_tokens, tokens_per_step=per_step, decode_s=self._decode_s,
-            kv_bytes=self.decoder.cache.kv_bytes, finish_reason=finish_reason,
+        n_later = self._n_tokens - 1
+        report = replace(
+            self._report, completion_tokens=self._n_tokens,
+            decode_kv_bytes=self.decoder.cache.kv_bytes,
+            decode_tokens_per_s=n_later / self._decode_s if self._decode_s else 0.0,
+            tokens_per_step=self._n_decoded / self._n_steps if self._n_steps else 0.0,
         )  # fmt: skip
-        self.pieces.put(piece)
+        self.pieces.put(Piece(text=text, report=report, finish_reason=finish_reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,20 +418,6 @@ class _Work:
     call: Callable[[], None]
 
 
-_threads: set[_Thread] = set()
-"""Threads that may be running. They are stopped at exit: an interpreter that ends while a thread
-frees a model aborts."""
-
-
-@cache
-def _wait_for_threads_at_exit() -> None:
-    def stop_all() -> None:
-        for each in list(_threads):
-            each.stop()
-
-    atexit.register(stop_all)
-
-
 class _Thread:
     """The thread of a scheduler. It holds no reference to it, and ends when it is collected.
 
@@ -463,11 +445,8 @@ class _Thread:
         self._is_stopped = False
         self.thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self.thread.start()
-        _wait_for_threads_at_exit()
-        for each in list(_threads):
-            if not each.thread.is_alive():
-                _threads.discard(each)
-        _threads.add(self)
+        # an interpreter that ends while a thread frees a model aborts
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the thread after its current step."""
@@ -488,6 +467,7 @@ class _Thread:
                 self._drop()
                 if self.idle and self._has_nothing_to_do():
                     self.do_idle(self._check_idle)
+        atexit.unregister(self.stop)
 
     def _read_mail(self) -> None:
         """Move the mail to the queue; wait for some if there is nothing to do."""

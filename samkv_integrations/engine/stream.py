@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
@@ -103,7 +103,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         request = self._request
         request.chunks.record(request.resolved)
         if self._beginnings is not None:
-            self._beginnings.after(request.resolved, self._answer.report)
+            self._beginnings.after(request.resolved, self.report)
 
     def __next__(self) -> str:
         while not self._is_over:
@@ -208,15 +208,8 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     @property
     def report(self) -> Report:
         """Figures of the answer so far."""
-        last = self._last
-        assert last is not None  # `start` has waited for it
-        return replace(
-            self._answer.report,
-            completion_tokens=last.n_tokens,
-            decode_tokens_per_s=(last.n_tokens - 1) / last.decode_s if last.decode_s else 0.0,
-            tokens_per_step=last.tokens_per_step,
-            decode_kv_bytes=last.kv_bytes,
-        )
+        assert self._last is not None  # `start` has waited for it
+        return self._last.report
 
     @property
     def finish_reason(self) -> FinishReason | None:
