@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -303,28 +303,18 @@ def _check_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, in
 def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: PassPlan) -> Report:
     """The report of a first token, after the pass of ``plan``."""
     model, resolved, layout = request.model, request.resolved, choice.layout
-    n_held = choice.n_held
-    chunks, n_tokens = resolved.chunks, len(resolved.token_ids)
+    chunks, n_tokens, n_held = resolved.chunks, len(resolved.token_ids), choice.n_held
     spent: defaultdict[str, float] = defaultdict(float)
     for stage in request.stages:
         spent[stage.name] += stage.ended - stage.began
-    n_context, n_in_memory = resolved.n_context, 0
-    is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
-    reused, in_prefix = set[int](), set[int]()  # chunks, by their number in the prompt
-    is_new = dict[int, bool]()  # chunks of the layout: whether their cache was computed now
-    computed = 0.0  # tokens of chunks, mean over layers
+    chunk_of_token = torch.full((n_tokens,), -1)  # by their number in the prompt; -1 for none
     for number, chunk in enumerate(chunks):
-        n_of = 0
         for run in chunk.runs:
-            n_of += len(range(run.position, min(n_held, run.span.stop)))
-            is_of_chunk[run.position : run.span.stop] = True
-        n_in_memory += n_of
-        if chunk.computed_now:
-            computed += n_of
-        elif n_of:
-            in_prefix.add(number)
-        if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
-            is_new[number] = chunk.computed_now
+            chunk_of_token[run.position : run.span.stop] = number
+    is_of_chunk, is_new = chunk_of_token >= 0, [chunk.computed_now for chunk in chunks]
+    from_memory = Counter(chunk_of_token[:n_held][is_of_chunk[:n_held]].tolist())
+
+    # tokens of chunks that the answer attends to, mean over layers
     stays = layout.uncached.repeat(model.n_layers, 1)
     stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
     kept = 0.0
@@ -332,19 +322,21 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         of_chunks = partial(torch.masked_select, is_of_chunk, stays[layer])
         kept += cache.attended(layer, n_kept, of_chunks)
     kept /= model.n_layers  # divided once, so that all of the context is exactly 1
-    # the last token of a prompt is always computed
+
+    # those that were computed: the last token of a prompt always is
+    of_context = chunk_of_token[layout.context_positions]
     again = plan.computed | layout.uncached[layout.context_positions]
-    made_now = torch.tensor(list(is_new.values()), dtype=torch.bool)
-    computed += int((again | made_now[layout.chunk_of_token]).sum()) / model.n_layers
+    made_now = torch.tensor(is_new, dtype=torch.bool)[of_context]
+    computed = int((again | made_now).sum()) / model.n_layers
+    computed += sum(n for number, n in from_memory.items() if is_new[number])
+    n_context, n_in_memory = resolved.n_context, from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
     n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
+
     # reused: its entries are read, or its cache has told that tokens can be left out
-    uses_cache = torch.zeros_like(made_now)
-    uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
-    uses_cache[layout.chunk_of_token[~again.all(0)]] = True
-    for (number, is_new_one), uses in zip(is_new.items(), uses_cache.tolist(), strict=True):
-        if uses and not is_new_one:
-            reused.add(number)
+    uses_cache = plan.blocks.any(0)[layout.block_of_token] | ~again.all(0)
+    reused = set(of_context[uses_cache & ~made_now].tolist())
+    in_memory = {number for number in from_memory if not is_new[number]}
     ran = choice.method.way
     if choice.whole:
         ran = "prefix" if choice.held else "recompute"
@@ -355,8 +347,8 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         kept_ratio=kept / n_context if n_context else 1.0,
         recompute_ratio=computed / n_context if n_context else 0.0,
         uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
-        found=len(chunks), reused=len(reused), prefix_chunks=len(in_prefix - reused),
-        computed_now=sum(chunk.computed_now for chunk in chunks),
+        found=len(chunks), reused=len(reused), prefix_chunks=len(in_memory - reused),
+        computed_now=sum(is_new),
         chunk_misses=dict(resolved.misses),
         bytes_read=resolved.bytes_lost + sum(stored.bytes_read for stored in set(resolved.opened)),
         kv_bytes=cache.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,
