@@ -280,10 +280,7 @@ class Engine:
     # -- answers ----------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """The answer to ``prompt``.
 
@@ -306,20 +303,14 @@ class Engine:
         return Answer.of("".join(stream), stream)
 
     async def agenerate(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """Like `generate`, for asynchronous code; occupies no thread while it waits."""
         async with await self.astream(prompt, chunks, **options) as stream:
             return Answer.of("".join([piece async for piece in stream]), stream)
 
     def stream(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `generate`, but returns an iterator over pieces of text.
 
@@ -328,10 +319,7 @@ class Engine:
         return self._ask(prompt, chunks, options).start()
 
     async def astream(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `stream`, for asynchronous code: read it with ``async for``."""
         return await (await off_loop(self._ask, prompt, chunks, options)).astart()
