@@ -250,14 +250,14 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
                 replace(blend, observe=observe).through_layers(probe)
                 scores = torch.stack(of_layers)
         with request.stage("select"):
-            selection = method.select.choose(scores, inputs, layout)
-            recompute = method.recompute.choose(selection, inputs, layout)
-            _check_shape(method, "select", selection.keep, (n_layers, layout.n_blocks))
+            keep = method.select.choose(scores, inputs, layout)
+            _check_shape(method, "select", keep, (n_layers, layout.n_blocks))
+            recompute = method.recompute.choose(keep[:, layout.block_of_token], inputs, layout)
             _check_shape(method, "recompute", recompute, (n_layers, layout.n_context))
-            plan = plan_of(selection.keep, recompute)
+            plan = plan_of(keep, recompute)
         with request.stage("load"):
             # before the check layer has been computed, any kept entry may be needed
-            context.load(plan.blocks if check is None else selection.keep)
+            context.load(plan.blocks if check is None else keep)
 
         last_plan = plan
 
@@ -266,7 +266,7 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             assert check is not None
             later = recompute.clone()
             later[check + 1 :] = method.recompute.choose_after(checked, layout)
-            last_plan = plan_of(selection.keep, later)
+            last_plan = plan_of(keep, later)
             return last_plan
 
         cache: WorkingCache

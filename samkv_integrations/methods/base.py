@@ -21,21 +21,6 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction.base import Eviction
 from samkv_integrations.prompt.layout import Layout
 
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The blocks of the context that a method keeps.
-
-    keep: (L, Nb) bool, CPU, blocks kept at each layer.
-    """
-
-    keep: Tensor
-
-    def tokens(self, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, tokens kept at each layer."""
-        return self.keep[:, layout.block_of_token]
-
-
 Update = Callable[[Tensor, Tensor], Tensor]
 """(cached, computed) -> the entries to use, all (R, G, D): keys or values of R tokens."""
 
@@ -112,10 +97,10 @@ class Select(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        """The selection.
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        """(L, Nb) bool, CPU: the blocks that each layer keeps. Pure.
 
-        scores: those of all layers, stacked; None without a probe. Pure.
+        scores: those of all layers, stacked; None without a probe.
         """
 
 
@@ -125,8 +110,8 @@ class SelectAll(Select):
 
     keeps_all: ClassVar[bool] = True
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        return Selection(keep=torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool))
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +159,11 @@ class Recompute(ABC):
         return 1.0
 
     @abstractmethod
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure."""
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure.
+
+        kept: (L, Tctx) bool, CPU, the tokens of the blocks that each layer keeps.
+        """
 
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
@@ -186,8 +174,8 @@ class Recompute(ABC):
 class RecomputeNone(Recompute):
     """Recompute nothing."""
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return torch.zeros_like(kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +198,8 @@ class RecomputeFrom(Recompute):
     def check_layer(self) -> int | None:
         return self.layer
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        recomputed = selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        recomputed = kept & ~layout.exact[layout.chunk_of_token]
         recomputed[self.layer + 1 :] = False
         return recomputed
 

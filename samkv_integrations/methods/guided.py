@@ -15,7 +15,6 @@ from torch import Tensor
 from samkv_integrations.methods.base import (
     Method,
     Recompute,
-    Selection,
     SelectionInputs,
     check_count,
 )
@@ -55,7 +54,7 @@ class GuidedRecompute(Recompute):
         most = self.first * n_chunks + self._most_matched(n_context)
         return min(1.0, most / max(1, n_context))
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
         given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
         recomputed = layout.offset_in_chunk < self.first
         recomputed |= matching_segments(

@@ -15,7 +15,6 @@ from torch import Tensor
 from samkv_integrations.methods.base import (
     Method,
     Recompute,
-    Selection,
     SelectionInputs,
     Update,
     check_ratio,
@@ -59,10 +58,10 @@ class SamkvSelect(AnchorProbe):
     def probes(self) -> bool:
         return self.middle
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         anchors = layout.is_anchor.expand(inputs.n_layers, -1)
         if not self.middle:
-            return Selection(keep=anchors)
+            return anchors
         assert scores is not None and inputs.block_means is not None  # scores (L, H, D) are Q_que
         n_kv_heads = inputs.block_means.shape[2]
         if self.bias:
@@ -78,7 +77,7 @@ class SamkvSelect(AnchorProbe):
         n_anchor = int(layout.block_lengths[layout.is_anchor].sum())
         cap = 1.0 if self.max_kept_ratio is None else self.max_kept_ratio
         chosen = fill_budget(ranked, layout, cap * layout.n_context - n_anchor)
-        return Selection(keep=chosen.cpu() | anchors)
+        return chosen.cpu() | anchors
 
 
 def personalise(query: Tensor, local_query: Tensor) -> Tensor:
@@ -167,8 +166,7 @@ class SamkvRecompute(Recompute):
     def needs(self) -> frozenset[str]:
         return frozenset(("statistics",) if self.outliers else ())
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        kept = selection.tokens(layout)
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
         wanted = torch.zeros_like(kept)
         anchor = layout.is_anchor[layout.block_of_token]
         if self.anchors:

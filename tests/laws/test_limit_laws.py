@@ -25,7 +25,6 @@ from samkv_integrations.methods.base import (
     Method,
     RecomputeNone,
     SelectAll,
-    Selection,
     Update,
     overwrite,
 )
@@ -113,9 +112,8 @@ def test_keeping_and_recomputing_all_is_recompute(engine: Engine, name: str) -> 
 class KeepAll(SamkvSelect):
     """SamKV's probe and inputs, every block kept."""
 
-    def choose(self, scores, inputs, layout) -> Selection:  # noqa: ANN001
-        chosen = super().choose(scores, inputs, layout)
-        return Selection(keep=torch.ones_like(chosen.keep))
+    def choose(self, scores, inputs, layout) -> torch.Tensor:  # noqa: ANN001
+        return torch.ones_like(super().choose(scores, inputs, layout))
 
 
 def test_guided_recomputing_nothing_is_reuse(any_engine: Engine) -> None:

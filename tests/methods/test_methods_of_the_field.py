@@ -28,7 +28,6 @@ from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
     RecomputeNone,
     SelectAll,
-    Selection,
     SelectionInputs,
     overwrite,
 )
@@ -181,7 +180,7 @@ def test_epic_by_hand() -> None:
 
     def rows(first: int) -> set[int]:
         found = EpicRecompute(first=first).choose(
-            Selection(keep=keep), SelectionInputs(n_layers=1), layout
+            keep[:, layout.block_of_token], SelectionInputs(n_layers=1), layout
         )
         return sets(found)[0]
 
@@ -211,7 +210,7 @@ def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     inputs = SelectionInputs(n_layers=1, block_means=means)
     select = MultiInfllmSelect(max_kept_ratio=0.5)
     anchors = {0, 8, 9, 10, 18, 19, 20, 28, 29}
-    keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
+    keep = select.choose(torch.ones(1, 1, 1), inputs, layout)
     assert sets(keep) == [anchors | {3, 6, 14, 17, 22, 24}]
     assert torch.equal(select.probe_blocks(layout), layout.is_anchor)
 
@@ -311,8 +310,8 @@ def test_a_choice_without_layers_is_an_error() -> None:
             return super().choose(*given)[0]
 
     class FlatSelect(SelectAll):
-        def choose(self, *given: Any) -> Selection:
-            return Selection(keep=super().choose(*given).keep[0])
+        def choose(self, *given: Any) -> torch.Tensor:
+            return super().choose(*given)[0]
 
     for part, flat in (("recompute", Flat()), ("select", FlatSelect())):
         method = replace(METHODS["reuse"], name="flat", **{part: flat})

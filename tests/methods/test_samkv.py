@@ -20,7 +20,6 @@ from samkv_integrations.methods.base import (
     Method,
     ProbedLayer,
     RecomputeNone,
-    Selection,
     SelectionInputs,
 )
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
@@ -104,7 +103,7 @@ def test_the_best_shares_of_chunks_compete(cap: float | None, chosen: set[int]) 
         block_max=torch.tensor([[1, 11]]), block_min=torch.tensor([[7, 12]]), stable_layers=(0,),
     )  # fmt: skip
     select = SamkvSelect(max_kept_ratio=cap, bias=False)
-    keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
+    keep = select.choose(torch.ones(1, 1, 1), inputs, layout)
     assert keep.device.type == "cpu"
     assert sets(keep) == [{0, 8, 9, 10, 18, 19} | chosen]
 
@@ -131,7 +130,7 @@ def test_anchors_and_outliers_of_kept_blocks_are_recomputed() -> None:
     for parts, expected in (
         ({}, {5, 14} | anchors), ({"anchors": False}, {5, 14}), ({"outliers": False}, anchors),
     ):  # fmt: skip
-        rows = SamkvRecompute(**parts).choose(Selection(keep=keep), inputs, layout)
+        rows = SamkvRecompute(**parts).choose(keep[:, layout.block_of_token], inputs, layout)
         assert sets(rows) == [expected]
 
 
@@ -153,8 +152,8 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
     parts = [ChunkPart.whole(blocks, n), ChunkPart.whole(blocks, n + 20)]
     layout = Layout([*first, *(9,) * 40, 5], parts, prefix)
     assert layout.exact.tolist() == [exact, False]
-    selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
-    rows = SamkvRecompute(outliers=False).choose(selection, SelectionInputs(n_layers=1), layout)
+    kept = torch.ones(1, 40, dtype=torch.bool)
+    rows = SamkvRecompute(outliers=False).choose(kept, SelectionInputs(n_layers=1), layout)
     anchors = [True] * 4 + [False] * 8 + [True] * 8
     assert rows[0, 20:].tolist() == anchors
     assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
@@ -229,7 +228,7 @@ def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> N
 class Watching(SamkvSelect):
     """SamKV's choice, which notes down what it was given."""
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         SEEN.append((scores, inputs))
         return super().choose(scores, inputs, layout)
 
