@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkBlocks
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids
 
 _MOST_COMPARED = 64
@@ -40,23 +41,51 @@ class Run:
         return range(self.position, self.position + len(self))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Occurrence:
-    """One occurrence of a chunk in a prompt: its consecutive runs.
+@dataclass(kw_only=True)
+class PromptChunk:
+    """A chunk in a prompt: its consecutive runs that the prompt contains, and its cache.
 
     It has several runs if a template indents or quotes the chunk's lines. A chunk may occur twice.
 
-    index: which of the indexes has the chunk. key: the chunk's key in it. token_ids: of the whole
-    chunk.
+    index: which of the indexes has the chunk. key: the chunk's key in it; then that of its cache,
+    empty before the first look-up. token_ids: of the whole chunk. text: None if only the store
+    knows it. stored: its cache; None if there is no usable one. miss: why then.
+    is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
+    computed_now: whether the cache was computed for this prompt.
     """
 
     index: int
     key: str
     token_ids: tuple[int, ...]
     runs: tuple[Run, ...]
+    text: str | None = None
+    stored: StoredChunk | None = None
+    miss: str | None = None
+    computed_now: bool = False
+    is_exact: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of its tokens that occur in the prompt."""
+        return sum(map(len, self.runs))
+
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether the prompt contains it from its first token on, in one run.
+
+        Only then do the entries of a cache behind the prompt's head equal full prefill's.
+        """
+        return len(self.runs) == 1 and self.runs[0].start == 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt contains all of it, except edges that merged with their neighbours."""
+        n_edge, run = 2, self.runs[0]
+        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
+        return len(self.runs) == 1 and at_edges
 
 
-def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurrence]:
+def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[PromptChunk]:
     """The chunks in a prompt, in order.
 
     Every run is maximal, and has at least `MIN_RUN` ids. Where two overlap, the one of an earlier
@@ -72,15 +101,15 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurre
             for part in _free(run, owner):
                 owner[part.position : part.span.stop] = number
                 found.append((part, number, key, chunk))
-    occurrences: list[Occurrence] = []
-    for run, number, key, chunk in sorted(found, key=itemgetter(0)):
-        last = occurrences[-1] if occurrences else None
+    chunks: list[PromptChunk] = []
+    for run, number, key, ids_of_all in sorted(found, key=itemgetter(0)):
+        last = chunks[-1] if chunks else None
         if last and (last.index, last.key) == (number, key) and last.runs[-1].stop <= run.start:
-            occurrences[-1] = replace(last, runs=(*last.runs, run))  # it goes on
+            last.runs = (*last.runs, run)  # it goes on
         else:
-            ids_of_all = tuple(chunk.tolist())
-            occurrences.append(Occurrence(index=number, key=key, token_ids=ids_of_all, runs=(run,)))
-    return occurrences
+            token_ids = tuple(ids_of_all.tolist())
+            chunks.append(PromptChunk(index=number, key=key, token_ids=token_ids, runs=(run,)))
+    return chunks
 
 
 def _candidates(

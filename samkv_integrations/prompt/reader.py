@@ -9,18 +9,18 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
 from samkv_integrations.cache.chunk import ChunkRef, Fingerprint
-from samkv_integrations.cache.store import Outage, Store, StoredChunk
+from samkv_integrations.cache.store import Outage, Store
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.handles import Handles
-from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
+from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.rag_template import bodies_of, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
@@ -32,46 +32,6 @@ MAX_EXPECTED = 4096
 """Announced chunks that are remembered; the oldest ones go first."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class PromptChunk:
-    """A chunk in a prompt: the runs of its token ids that the prompt contains, and its cache.
-
-    key: of its cache, empty before the first look-up. token_ids: of the whole chunk. text: None if
-    only the store knows it. stored: its cache; None if there is no usable one. miss: why then.
-    is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
-    computed_now: whether the cache was computed for this prompt.
-    """
-
-    key: str
-    token_ids: tuple[int, ...]
-    runs: tuple[Run, ...]
-    text: str | None
-    stored: StoredChunk | None = None
-    miss: str | None = None
-    computed_now: bool = False
-    is_exact: bool = False
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of its tokens that occur in the prompt."""
-        return sum(map(len, self.runs))
-
-    @property
-    def may_be_exact(self) -> bool:
-        """Whether the prompt contains it from its first token on, in one run.
-
-        Only then do the entries of a cache behind the prompt's head equal full prefill's.
-        """
-        return len(self.runs) == 1 and self.runs[0].start == 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt contains all of it, except edges that merged with their neighbours."""
-        n_edge, run = 2, self.runs[0]
-        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
-        return len(self.runs) == 1 and at_edges
 
 
 # The reader, and the texts of which its next prompt is to contain some; that prompt empties the
@@ -186,10 +146,10 @@ class PromptReader:
         if isinstance(prompt, str):  # any other says itself which names of special tokens count
             quoted = self._with_documents_quoted(rendered, indexes, of_store)
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
-        found = []
-        for each in self._runs(ids, indexes, of_store):
-            key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
-            found.append(PromptChunk(key, each.token_ids, each.runs, text))
+        found = self._runs(ids, indexes, of_store)
+        for chunk in found:
+            if chunk.index < len(indexes):  # whose keys are texts
+                chunk.key, chunk.text = "", chunk.key
         texts = {chunk.text for chunk in found}
         for body in given:
             if body not in texts and body not in rendered.text:
@@ -250,7 +210,7 @@ class PromptReader:
 
     def _runs(
         self, ids: Sequence[int], indexes: Sequence[ChunkIndex], of_store: Fingerprint | None
-    ) -> list[Occurrence]:
+    ) -> list[PromptChunk]:
         """Chunks of the indexes in a prompt, and of the store with the fingerprint ``of_store``."""
         if of_store is not None:
             try:

@@ -12,7 +12,7 @@ from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.prompt.reader import PromptChunk
+from samkv_integrations.prompt.layout import PromptChunk
 
 MAX_HELD = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each
