@@ -155,50 +155,27 @@ class SamkvRecompute(Recompute):
     Deviations: exact chunks are not recomputed. A token that is computed at a layer where its block
     is not kept attends there with its computed keys and values, not with stored ones, which would
     have to be read for it.
-
-    anchors, outliers: switch off either.
     """
-
-    anchors: bool = True
-    outliers: bool = True
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset(("statistics",) if self.outliers else ())
+        return frozenset(("statistics",))
 
     def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        wanted = torch.zeros_like(kept)
-        anchor = layout.is_anchor[layout.block_of_token]
-        if self.anchors:
-            wanted |= anchor
-        if self.outliers:
-            assert inputs.outliers is not None
-            wanted |= inputs.outliers.cpu() & ~anchor
+        assert inputs.outliers is not None
+        wanted = layout.is_anchor[layout.block_of_token] | inputs.outliers.cpu()
         return kept & wanted & ~layout.exact[layout.chunk_of_token]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fusion:
+def fuse(cached: Tensor, computed: Tensor) -> Tensor:
     """Mix of recomputed and cached entry (SamKV equation 4): theta * new + (1 - theta) * old.
 
-    weight: theta; None for the cosine of new and old per token over all heads.
+    theta is the cosine of new and old per token, over all heads. Both (R, G, D), keys at the same
+    position. Returns the dtype of ``computed``.
     """
-
-    weight: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight is not None:
-            check_ratio("weight", self.weight)
-
-    def __call__(self, cached: Tensor, computed: Tensor) -> Tensor:
-        """Both (R, G, D); keys at the same position. Returns the dtype of ``computed``."""
-        old, new = cached.float(), computed.float()
-        theta: Tensor | float
-        if self.weight is None:
-            theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
-        else:
-            theta = self.weight
-        return (theta * new + (1 - theta) * old).to(computed.dtype)
+    old, new = cached.float(), computed.float()
+    theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
+    return (theta * new + (1 - theta) * old).to(computed.dtype)
 
 
 def _samkv(name: str, update: Update, how: str) -> Method:
@@ -213,6 +190,4 @@ def _samkv(name: str, update: Update, how: str) -> Method:
 
 
 SAMKV_OVERWRITE = _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
-SAMKV_FUSION = _samkv(
-    "samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine"
-)
+SAMKV_FUSION = _samkv("samkv-fusion", fuse, "recomputed entries mixed with cached ones by cosine")

@@ -11,6 +11,7 @@ same stored entries know no bits, and hold to 2e-4 with all of them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -31,7 +32,7 @@ from samkv_integrations.methods.base import (
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import Fusion, SamkvSelect
+from samkv_integrations.methods.samkv import SamkvSelect, fuse
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
 from tests.support.covering import covering
@@ -46,6 +47,7 @@ from tests.support.laws import (
     assert_same_answer,
     changed,
     first_logits,
+    mixed,
     plain_logits,
     shared_engine,
 )
@@ -229,13 +231,13 @@ def test_fusion_with_weight_one_is_overwrite(any_engine: Engine, name: str) -> N
     overwritten, of_overwrite = first_logits(any_engine, PROMPT, CHUNKS, method)
     assert of_overwrite.report.recompute_ratio > 0.1
     fused, query = first_logits(
-        any_engine, PROMPT, CHUNKS, replace(method, update=Fusion(weight=1.0))
+        any_engine, PROMPT, CHUNKS, replace(method, update=partial(mixed, 1.0))
     )
     assert_same_answer(query, fused, overwritten, of_overwrite)
 
 
 def test_fusion_with_weight_zero_is_reuse(any_engine: Engine) -> None:
-    method = replace(METHODS["recompute"], update=Fusion(weight=0.0))
+    method = replace(METHODS["recompute"], update=partial(mixed, 0.0))
     unchanged, _ = first_logits(any_engine, PROMPT, CHUNKS, method)
     reused, _ = first_logits(any_engine, PROMPT, CHUNKS, "reuse")
     torch.testing.assert_close(unchanged, reused, **TOLERANCE)
@@ -325,7 +327,7 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
         assert query.report.bytes_read < reuse.report.bytes_read
 
 
-@pytest.mark.parametrize("update", [overwrite, Fusion()])
+@pytest.mark.parametrize("update", [overwrite, fuse])
 def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Update) -> None:
     chunks = [CHUNKS[1], CHUNKS[4]]  # 65 tokens
     for prompt in ("Read:\n\n" + "\n\n".join(chunks) + "\n\nQuestion: why?", chunks[0] + "?"):
