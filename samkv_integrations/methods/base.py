@@ -12,9 +12,10 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
@@ -309,12 +310,6 @@ def option_names(method: Method) -> tuple[str, ...]:
     )
 
 
-_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
-    float: ((int, float), "a number"), int: ((int,), "a whole number"),
-    bool: ((bool,), "True or False"), type(None): ((type(None),), "None"),
-}  # fmt: skip
-
-
 def with_option(method: Method, setting: str) -> Method:
     """The method with one option changed. setting: ``NAME=VALUE``, with a NAME in `option_names`.
 
@@ -332,9 +327,9 @@ def with_option(method: Method, setting: str) -> Method:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text  # a word
-    hint = get_type_hints(type(part))[field]
-    kinds = [_KINDS[kind] for kind in get_args(hint) or (hint,)]  # of a union, or of one type
-    if not any(type(value) in types for types, _ in kinds):
-        allowed = " or ".join(words for _, words in kinds)
-        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {allowed}")
+    try:
+        TypeAdapter(get_type_hints(type(part))[field]).validate_python(value, strict=True)
+    except ValidationError as error:
+        why = "; or ".join(each["msg"] for each in error.errors())
+        raise InvalidOption(f"{name}={text} of {method.name!r}: {why}") from error
     return replace(method, **{part_name: replace(part, **{field: value})})
