@@ -45,10 +45,6 @@ AHEAD = 32
 FinishReason = Literal["stop", "length"]
 
 
-class TooLate(Exception):
-    """No piece came in time."""
-
-
 class Abandoned(Exception):
     """Nobody reads the answer any more; raised inside a pass to end it."""
 
@@ -68,7 +64,8 @@ class Piece:
 class Pieces:
     """A queue from the model's thread to the single reader of an answer, a thread or a task.
 
-    `put` never blocks. Reading waits at most ``timeout`` seconds, and raises an error that was put.
+    `put` never blocks. Reading waits at most ``timeout`` seconds, then raises TimeoutError; it
+    raises an error that was put.
     """
 
     def __init__(self) -> None:
@@ -85,11 +82,8 @@ class Pieces:
         coming.set_result(item)
 
     def next(self, timeout: float | None = None) -> Piece:
-        """The next piece. Raises TooLate if there is none within ``timeout`` seconds."""
-        try:
-            item = self._items[0].result(timeout)
-        except TimeoutError as error:
-            raise TooLate from error
+        """The next piece."""
+        item = self._items[0].result(timeout)
         self._items.popleft()
         if isinstance(item, BaseException):
             raise item
@@ -100,11 +94,7 @@ class Pieces:
         coming = self._items[0]
         if not coming.done():
             # shielded: cancelling the task must not cancel the piece
-            waiting = asyncio.shield(asyncio.wrap_future(coming))
-            try:
-                await asyncio.wait_for(waiting, timeout)
-            except TimeoutError as error:
-                raise TooLate from error
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(coming)), timeout)
         return self.next()
 
 

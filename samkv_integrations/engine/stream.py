@@ -25,7 +25,6 @@ from samkv_integrations.engine.scheduler import (
     Piece,
     RunningAnswer,
     Scheduler,
-    TooLate,
 )
 from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.errors import TimedOut
@@ -138,14 +137,15 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         if piece.finish_reason is not None:
             self._end()
         elif (left := self._left()) is not None and left < 0:
-            raise TooLate
+            raise TimeoutError
         return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, TooLate):
+        timeout = self._request.settings.timeout
+        if isinstance(error, TimeoutError) and timeout is not None:
             error = TimedOut(
-                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
-                "many seconds; give more, or ask for fewer tokens"
+                f"timeout={timeout}: the answer was not complete after that many seconds; give "
+                "more, or ask for fewer tokens"
             )
             error.__suppress_context__ = True
         if not self._is_over:
