@@ -15,7 +15,7 @@ from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
-from samkv_integrations.engine.costs import is_whole
+from samkv_integrations.engine.costs import MARGIN, is_whole
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Report
@@ -156,12 +156,11 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     # blend, or compute in full
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # whole chunks, of which the prompt may hold a part
-        full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
         both_s = costs.chunks_s(lengths, len(prefix_ids))
         both_s += costs.blended_s(method, blended, lengths, n_blended)
-        if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
+        if both_s > MARGIN * costs.full_prefill_s(layout.n_tokens, n_whole):
             missed = {}
-    whole = is_whole(method, costs, layout, blended, (), n_whole, n_blended)
+    whole = is_whole(method, costs, layout, blended, n_whole, n_blended)
     if layout.n_chunks and not blended.n_chunks:  # all chunks are held: full prefill goes on
         whole, n_whole = True, n_blended
     if not whole:

@@ -382,7 +382,12 @@ class Scheduler:
     def finish_idle(self) -> None:
         """Run the work that was postponed to idle time, and return when all of it is done."""
         thread = self._running_thread()
-        self.run(lambda: thread.do_idle(lambda: None, most=len(thread.idle)))
+
+        def finish() -> None:
+            while thread.do_idle(lambda: None):
+                pass
+
+        self.run(finish)
 
     def _running_thread(self) -> _Thread:
         with self._starting:
@@ -446,49 +451,44 @@ class _Thread:
             self.thread.join()
 
     def _serve(self) -> None:
+        is_busy = True
         with torch.inference_mode():
             while not self._is_stopped:
-                self._read_mail()
+                self._read_mail(wait=not is_busy)
                 self._drop()
                 if torch.get_num_threads() != self.n_torch_threads:  # each thread has its own
                     torch.set_num_threads(self.n_torch_threads)
-                self._do_next()
-                self._step()
-                self._drop()
-                if self.idle and self._has_nothing_to_do():
-                    self.do_idle(self._check_idle)
+                has_begun, has_stepped = self._do_next(), self._step()
+                is_busy = has_begun or has_stepped or self.do_idle(self._check_idle)
         atexit.unregister(self.stop)
 
-    def _read_mail(self) -> None:
-        """Move the mail to the queue; wait for some if there is nothing to do."""
-        is_idle = self._has_nothing_to_do() and not self.idle
+    def _read_mail(self, *, wait: bool) -> None:
+        """Move the mail to the queue. wait: until there is some."""
         while True:
             try:
-                letter = self.mail.get(block=is_idle)
+                letter = self.mail.get(block=wait)
             except Empty:
                 return
-            is_idle = False
+            wait = False
             if letter is not None:
                 self._queue.append(letter)
-
-    def _has_nothing_to_do(self) -> bool:
-        return not self._batch() and self._next() is None
 
     def _check_idle(self) -> None:
         if self._is_stopped or not self.mail.empty():
             raise Abandoned
 
-    def do_idle(self, check: Callable[[], None], most: int = 1) -> None:
-        """Run the first pieces of work that wait for idle time, at most ``most``."""
-        for _ in range(min(most, len(self.idle))):
-            work = self.idle.popleft()
-            try:
-                work(check)
-            except Abandoned:
-                self.idle.append(work)
-                return
-            except Exception:
-                _log.exception("work in idle time failed; answers are not affected")
+    def do_idle(self, check: Callable[[], None]) -> bool:
+        """Run the first piece of work that waits for idle time; False if there is none."""
+        if not self.idle:
+            return False
+        work = self.idle.popleft()
+        try:
+            work(check)
+        except Abandoned:
+            self.idle.append(work)
+        except Exception:
+            _log.exception("work in idle time failed; answers are not affected")
+        return True
 
     def _drop(self) -> None:
         """Remove answers that are complete or abandoned."""
@@ -564,10 +564,13 @@ class _Thread:
         if owner in self._ahead:
             self._ahead[owner] -= seconds
 
-    def _do_next(self) -> None:
-        """Do what takes longer than a step: a call of `run`, or the first token of an answer."""
+    def _do_next(self) -> bool:
+        """Do what takes longer than a step: a call of `run`, or the first token of an answer.
+
+        Returns False if there is neither.
+        """
         if (at := self._next()) is None:
-            return
+            return False
         letter = self._queue[at]
         del self._queue[at]
         self.pass_began = began = time.perf_counter()
@@ -590,11 +593,15 @@ class _Thread:
         self._charge(letter.owner, seconds)
         if isinstance(letter, _Work):
             self._ahead[letter.owner] = seconds
+        return True
 
-    def _step(self) -> None:
-        """Decode one token of each answer in the batch, and what can be drafted."""
+    def _step(self) -> bool:
+        """Decode one token of each answer in the batch, and what can be drafted.
+
+        Returns False if there is no such answer.
+        """
         if not (batch := self._batch()):
-            return
+            return False
         self.pass_began = began = time.perf_counter()
         decoders, tokens = [], []
         try:
@@ -610,11 +617,11 @@ class _Thread:
             HotChunks.clear_all()
             for answer in batch:
                 answer.fail(OutOfMemory.on(answer.request.model.device))
-            return
+            return True
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)
-            return
+            return True
         finally:
             self.pass_began = None
         seconds = time.perf_counter() - began
@@ -629,3 +636,4 @@ class _Thread:
             self._charge(answer.owner, seconds / len(batch) + own_s)
         if len(self.running) > len(batch):  # the others come first the next time
             self.running = [each for each in self.running if each not in batch] + batch
+        return True
