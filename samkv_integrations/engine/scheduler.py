@@ -579,9 +579,7 @@ class _Thread:
         else:
             try:
                 letter.begin()
-            except Abandoned:
-                self._end(letter)
-            except BaseException as error:
+            except BaseException as error:  # Abandoned, too, which nobody reads
                 self._end(letter)
                 letter.fail(error)
             else:
