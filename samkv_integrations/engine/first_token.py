@@ -70,8 +70,9 @@ class Choice:
     eviction: which KV entries are kept after the first token.
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
-    held: entries of the first tokens, from the prefix cache. leaves: takes the entries that go
-    there: those of the first tokens that will be full prefill's. fingerprint: of what is computed.
+    held: entries of the first ``n_held`` tokens, from the prefix cache. leaves: takes the entries
+    that go there: those of the first tokens that will be full prefill's. fingerprint: of what is
+    computed.
     """
 
     missed: Mapping[tuple[int, ...], str]
@@ -81,13 +82,9 @@ class Choice:
     layout: Layout
     opened: Sequence[StoredChunk]
     held: Prefix | None
+    n_held: int
     leaves: Prefix | None
     fingerprint: Fingerprint
-
-    @property
-    def n_held(self) -> int:
-        """Tokens that are taken from the prefix cache."""
-        return 0 if self.held is None else self.held.n_tokens
 
 
 def choose(request: Request, *, may_compute: bool = True) -> Choice:
@@ -185,8 +182,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         )
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
-        held=found.first(n_held) if found is not None and n_held else None, leaves=leaves,
-        fingerprint=fingerprint,
+        held=found.first(n_held) if found is not None and n_held else None, n_held=n_held,
+        leaves=leaves, fingerprint=fingerprint,
     )  # fmt: skip
 
 
@@ -328,7 +325,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     made_now = torch.tensor(is_new, dtype=torch.bool)[of_context]
     computed = int((again | made_now).sum()) / model.n_layers
     computed += sum(n for number, n in from_memory.items() if is_new[number])
-    n_context, n_in_memory = resolved.n_context, from_memory.total()
+    n_context, n_in_memory = int(is_of_chunk.sum()), from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
     n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
 
