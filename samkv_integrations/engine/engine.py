@@ -21,7 +21,12 @@ from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
 from samkv_integrations.engine.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.prefix_cache import PrefixCache
-from samkv_integrations.engine.request import AnswerOptions, AnswerSettings, Request
+from samkv_integrations.engine.request import (
+    AS_TEXT,
+    AnswerOptions,
+    AnswerSettings,
+    Request,
+)
 from samkv_integrations.engine.scheduler import OWNER, Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
@@ -331,9 +336,7 @@ class Engine:
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
         trace = Trace(self.model.name, prompt, settings, began)
         try:
-            resolved = self.resolve(
-                prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
-            )
+            resolved = self.resolve(prompt, chunks, settings)
             try:
                 request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
             except BaseException:
@@ -380,28 +383,24 @@ class Engine:
             return self.scheduler.run(compute)
 
     def resolve(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        *,
-        on_miss: OnMiss = "text",
-        context_window: int | None = None,
-    ) -> Resolved:
+        self, prompt: Prompt, chunks: Sequence[str] | None = None,
+        settings: AnswerSettings = AS_TEXT,
+    ) -> Resolved:  # fmt: skip
         """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
         Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
         missed chunk is text.
         """
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
-        window = min(context_window or sys.maxsize, self.model.context_window)
+        window = min(settings.context_window or sys.maxsize, self.model.context_window)
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         if chunks is None:
-            self._reader.see_announced(found, must_hold=on_miss == "error")
+            self._reader.see_announced(found, must_hold=settings.on_miss == "error")
         resolved = Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
-            outage=self.chunks.outage, on_miss=on_miss, since=since, hot=self.chunks.hot,
+            outage=self.chunks.outage, on_miss=settings.on_miss, since=since, hot=self.chunks.hot,
         )  # fmt: skip
         try:
             resolved.open(with_beginnings=self._beginnings is not None)
