@@ -49,7 +49,7 @@ class PromptChunk:
 
     index: which of the indexes has the chunk. key: the chunk's key in it; then that of its cache,
     empty before the first look-up. token_ids: of the whole chunk. text: None if only the store
-    knows it. stored: its cache; None if there is no usable one. miss: why then.
+    knows it. stored: its cache; None if there is no usable one.
     is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
     computed_now: whether the cache was computed for this prompt.
     """
@@ -60,7 +60,6 @@ class PromptChunk:
     runs: tuple[Run, ...]
     text: str | None = None
     stored: StoredChunk | None = None
-    miss: str | None = None
     computed_now: bool = False
     is_exact: bool = False
 

@@ -85,7 +85,6 @@ class Resolved(AbstractContextManager["Resolved"]):
                     cache = miss
                 opened[chunk.key] = cache
             if isinstance(cache, CacheMiss):
-                chunk.miss = cache.reason
                 if chunk.text is None or not chunk.is_whole:
                     # an announced text that the prompt holds in part may have been deleted or
                     # changed since; the store knows which texts were not
@@ -149,12 +148,12 @@ class Resolved(AbstractContextManager["Resolved"]):
             try:
                 first.stored = self.hot.open(first.key, self.fingerprint, first.token_ids)
             except CacheMiss as own_miss:
-                first.miss, first.text = own_miss.reason, self._text_of(first.key)
+                first.text = self._text_of(first.key)
                 self._count_miss(first.key, own_miss)
         else:
             self._count_miss(lost.key, miss, len(places))
             for chunk in places:
-                chunk.stored, chunk.miss = None, miss.reason
+                chunk.stored = None
                 if chunk.computed_now:
                     chunk.text = None
                 elif chunk.text is None:
