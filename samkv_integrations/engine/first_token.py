@@ -230,9 +230,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             inputs = context.inputs(method.needs, request.stable_layers)
 
         scores = None
-        if method.select.probes:
+        if (probed_blocks := method.select.probe_blocks(layout)) is not None:
             probe = plan_of(
-                method.select.probe_blocks(layout).expand(n_layers, -1),
+                probed_blocks.expand(n_layers, -1),
                 torch.zeros(n_layers, layout.n_context, dtype=torch.bool),
             )
             of_layers: list[Tensor] = []

@@ -75,7 +75,6 @@ class Select(ABC):
     """Chooses the blocks of the context to keep at each layer.
 
     needs: names in `NEEDED`; each is read from the caches, and counts in ``bytes_read``.
-    probes: whether a pass of the uncached tokens over `probe_blocks` comes first, for `score`.
     keeps_all: whether it always keeps every block.
     """
 
@@ -85,16 +84,15 @@ class Select(ABC):
     def needs(self) -> frozenset[str]:
         return frozenset()
 
-    @property
-    def probes(self) -> bool:
-        return False
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
+        """(Nb,) bool, blocks that a probe attends to: a pass of the uncached tokens, for `score`.
 
-    def probe_blocks(self, layout: Layout) -> Tensor:
-        """(Nb,) bool, blocks that the probe attends to; all by default."""
-        return torch.ones(layout.n_blocks, dtype=torch.bool)
+        None, the default, for no probe.
+        """
+        return None
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        """The scores of a layer for `choose`, on the device. Pure."""
+        """The scores of a layer of the probe for `choose`, on the device. Pure."""
         raise NotImplementedError
 
     @abstractmethod

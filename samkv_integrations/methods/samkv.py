@@ -54,9 +54,8 @@ class SamkvSelect(AnchorProbe):
         bias = ("local_query",) if self.bias else ()
         return frozenset(("block_means", "anchor_mean", "statistics", *bias))
 
-    @property
-    def probes(self) -> bool:
-        return self.middle
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
+        return super().probe_blocks(layout) if self.middle else None
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         anchors = layout.is_anchor.expand(inputs.n_layers, -1)

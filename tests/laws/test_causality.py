@@ -66,11 +66,7 @@ class TapedSelect(Select):
     def needs(self) -> frozenset[str]:
         return self.part.needs
 
-    @property
-    def probes(self) -> bool:
-        return self.part.probes
-
-    def probe_blocks(self, layout: Layout) -> Tensor:
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
         return self.part.probe_blocks(layout)
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:

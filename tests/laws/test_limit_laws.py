@@ -312,7 +312,7 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
     _, reuse = first_logits(engine, prompt, CHUNKS[:1], "reuse")
     logits, query = first_logits(engine, prompt, CHUNKS[:1], name)
     assert bool(logits.isfinite().all())
-    keeps_all = not METHODS[name].select.probes
+    keeps_all = METHODS[name].select.keeps_all
     if keeps_all and METHODS[name].attend is None:
         plain = plain_logits(engine.model, query.layout)
         torch.testing.assert_close(logits, plain, **TOLERANCE)
