@@ -75,7 +75,7 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
     place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
     is_asked = asked[place] == ids
-    most_of_chunk = layout.longest_chunk // size + 1
+    most_of_chunk = int(layout.chunk_lengths.max()) // size + 1
     number = chunk * most_of_chunk + layout.offset_in_chunk // size
     numbers, segment = torch.unique(number, return_inverse=True)  # by columns it is 40 times slower
     of_chunk = numbers // most_of_chunk

@@ -260,11 +260,6 @@ class Layout:
         self.question = torch.arange(min(end, self.n_tokens - 1), self.n_tokens)
 
     @cached_property
-    def longest_chunk(self) -> int:
-        """Tokens of the longest chunk."""
-        return int(self.chunk_lengths.max())
-
-    @cached_property
     def prefilled_positions(self) -> Tensor:
         """(Tctx,) position of each context token when its cache was computed."""
         after_prefix = self.offset_in_chunk + self.n_prefix
