@@ -63,7 +63,11 @@ class CostModel:
     def blended_s(
         self, method: Method, layout: Layout, missed: Sequence[int] = (), n_held: int = 0
     ) -> float:
-        """A layer of a pass over the caches of ``layout``; missed, n_held: see `is_whole`."""
+        """A layer of a pass over the caches of ``layout``.
+
+        missed: tokens of each chunk that would be computed and then count as cached. n_held: first
+        tokens that the prefix cache holds.
+        """
         n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
         ratio = method.recompute.most_ratio(n_context, n_chunks)
         n_again = layout.n_tokens - n_held - n_context + ratio * n_context
@@ -88,23 +92,21 @@ def is_whole(
     costs: CostModel | None,
     layout: Layout,
     blended: Layout,
-    missed: Sequence[int] = (),
     n_whole: int = 0,
     n_blended: int = 0,
 ) -> bool:
     """Whether a method computes the whole prompt, as full prefill does.
 
-    blended: the layout behind the held tokens, for a pass over caches. missed: tokens of each
-    chunk that would be computed and then count as cached. n_whole, n_blended: first tokens that the
-    prefix cache holds, for full prefill and for a pass over caches.
+    costs: None if the method does not ask which is faster. blended: the layout behind the held
+    tokens, for a pass over caches. n_whole, n_blended: first tokens that the prefix cache holds,
+    for full prefill and for a pass over caches.
     """
-    if layout.n_context + sum(missed) <= method.recompute.whole_tokens:
+    if layout.n_context <= method.recompute.whole_tokens:
         return True
-    if not method.whole_if_faster:
+    if costs is None:
         return False
-    assert costs is not None
     full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-    return costs.blended_s(method, blended, missed, n_blended) > MARGIN * full_s
+    return costs.blended_s(method, blended, n_held=n_blended) > MARGIN * full_s
 
 
 def kept_costs(model: Model, store: Store) -> CostModel:

@@ -186,7 +186,7 @@ def speed_advice(engine: Engine) -> Check:
     verdict = "auto does full prefill, which is faster at any length"
     for n_tokens in lengths:
         chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
-        layout = Layout.of([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
+        layout = Layout([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
         if not is_whole(METHODS["auto"], costs, layout, layout):
             verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
             break

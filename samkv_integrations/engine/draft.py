@@ -104,34 +104,31 @@ class PromptLookup:
         self._ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest occurrence ends
         self._right = dict(_PRIOR)
-        self._guess: tuple[int, int] | None = None  # length of the n-gram, and the token after it
         for token in prompt_ids:
             self._add(token)
+        self._found = self._find()
 
     def add(self, token: int) -> None:
         """Add the next token of the answer."""
-        if self._guess is not None:
-            size, guessed = self._guess
-            self._right[size] += _MEMORY * ((guessed == token) - self._right[size])
+        if self._found is not None:
+            size, at = self._found
+            self._right[size] += _MEMORY * ((self._ids[at] == token) - self._right[size])
         self._add(token)
-        self._guess = None
-        if found := self._find():
-            self._guess = found[0], self._ids[found[1]]
+        self._found = self._find()
 
     @property
     def has_any(self) -> bool:
         """Whether there is anything to draft."""
-        return self._guess is not None
+        return self._found is not None
 
     def draft(self, costs: Sequence[float], most: int) -> list[int]:
         """At most ``most`` tokens; none where checking them would take longer than they save.
 
         costs: of a pass over 1, 2, ... tokens, see `RowCosts`.
         """
-        found = self._find() if most > 0 and len(costs) > 1 else None
-        if found is None:
+        if self._found is None:
             return []
-        size, at = found
+        size, at = self._found
         right, expected, best, best_gain = self._right[size], 1.0, 0, 1.0
         for n_drafted in range(1, min(most, len(costs) - 1) + 1):
             expected += right**n_drafted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -20,7 +21,12 @@ from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
 from samkv_integrations.engine.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.prefix_cache import PrefixCache
-from samkv_integrations.engine.request import AnswerOptions, AnswerSettings, Request
+from samkv_integrations.engine.request import (
+    AS_TEXT,
+    AnswerOptions,
+    AnswerSettings,
+    Request,
+)
 from samkv_integrations.engine.scheduler import OWNER, Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
@@ -224,8 +230,7 @@ class Engine:
 
         For a program that exits after its last answer.
         """
-        if self._beginnings is not None:
-            self._beginnings.finish()
+        self.scheduler.finish_idle()
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the caches and texts of these chunks, for every model; returns how many chunks.
@@ -260,7 +265,7 @@ class Engine:
     def found_in(self, prompt: Prompt) -> list[str]:
         """The texts of the chunks in a prompt, those of handles too, in order, each once."""
         found: dict[str, None] = {}
-        for chunk in self._reader.find(prompt, self.chunks.fingerprint):
+        for chunk in self._reader.read(prompt, None, self.chunks.fingerprint)[1]:
             text = chunk.text
             if text is None and chunk.key:
                 with self.chunks.outage.survived():
@@ -280,10 +285,7 @@ class Engine:
     # -- answers ----------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """The answer to ``prompt``.
 
@@ -306,20 +308,14 @@ class Engine:
         return Answer.of("".join(stream), stream)
 
     async def agenerate(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """Like `generate`, for asynchronous code; occupies no thread while it waits."""
         async with await self.astream(prompt, chunks, **options) as stream:
             return Answer.of("".join([piece async for piece in stream]), stream)
 
     def stream(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `generate`, but returns an iterator over pieces of text.
 
@@ -328,10 +324,7 @@ class Engine:
         return self._ask(prompt, chunks, options).start()
 
     async def astream(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        **options: Unpack[AnswerOptions],
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `stream`, for asynchronous code: read it with ``async for``."""
         return await (await off_loop(self._ask, prompt, chunks, options)).astart()
@@ -343,9 +336,7 @@ class Engine:
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
         trace = Trace(self.model.name, prompt, settings, began)
         try:
-            resolved = self.resolve(
-                prompt, chunks, on_miss=settings.on_miss, context_window=settings.context_window
-            )
+            resolved = self.resolve(prompt, chunks, settings)
             try:
                 request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
             except BaseException:
@@ -392,26 +383,24 @@ class Engine:
             return self.scheduler.run(compute)
 
     def resolve(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None = None,
-        *,
-        on_miss: OnMiss = "text",
-        context_window: int | None = None,
-    ) -> Resolved:
+        self, prompt: Prompt, chunks: Sequence[str] | None = None,
+        settings: AnswerSettings = AS_TEXT,
+    ) -> Resolved:  # fmt: skip
         """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
         Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
         missed chunk is text.
         """
-        check_on_miss(on_miss)
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
-        token_ids, found = self._reader.read(
-            prompt, chunks, made_by, must_hold=on_miss == "error", context_window=context_window
-        )
+        window = min(settings.context_window or sys.maxsize, self.model.context_window)
+        token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
+        if not token_ids:
+            raise InvalidOption("the prompt is empty; it must hold at least one token")
+        if chunks is None:
+            self._reader.see_announced(found, must_hold=settings.on_miss == "error")
         resolved = Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
-            outage=self.chunks.outage, on_miss=on_miss, since=since, hot=self.chunks.hot,
+            outage=self.chunks.outage, on_miss=settings.on_miss, since=since, hot=self.chunks.hot,
         )  # fmt: skip
         try:
             resolved.open(with_beginnings=self._beginnings is not None)

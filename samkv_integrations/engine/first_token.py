@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
-from samkv_integrations.engine.costs import is_whole
+from samkv_integrations.engine.costs import MARGIN, is_whole
 from samkv_integrations.engine.loader import ChunkLost, Context
 from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Report
@@ -70,8 +70,9 @@ class Choice:
     eviction: which KV entries are kept after the first token.
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
-    held: entries of the first tokens, from the prefix cache. leaves: takes the entries that go
-    there: those of the first tokens that will be full prefill's. fingerprint: of what is computed.
+    held: entries of the first ``n_held`` tokens, from the prefix cache. leaves: takes the entries
+    that go there: those of the first tokens that will be full prefill's. fingerprint: of what is
+    computed.
     """
 
     missed: Mapping[tuple[int, ...], str]
@@ -81,13 +82,9 @@ class Choice:
     layout: Layout
     opened: Sequence[StoredChunk]
     held: Prefix | None
+    n_held: int
     leaves: Prefix | None
     fingerprint: Fingerprint
-
-    @property
-    def n_held(self) -> int:
-        """Tokens that are taken from the prefix cache."""
-        return 0 if self.held is None else self.held.n_tokens
 
 
 def choose(request: Request, *, may_compute: bool = True) -> Choice:
@@ -123,7 +120,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         parts.append(ChunkPart(runs=chunk.runs, blocks=blocks, is_exact=chunk.is_exact))
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
-    layout = Layout.of(resolved.token_ids, parts, prefix_ids)
+    layout = Layout(resolved.token_ids, parts, prefix_ids)
     window = min(request.settings.context_window or sys.maxsize, model.context_window)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(
@@ -149,19 +146,18 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     blended, opened = layout, resolved.opened
     if n_blended > first_chunk:
         behind = [part.behind(n_blended) for part in parts]
-        blended = Layout.of(resolved.token_ids, [part for part in behind if part], prefix_ids)
+        blended = Layout(resolved.token_ids, [part for part in behind if part], prefix_ids)
         there = zip(resolved.chunks, behind, strict=True)
         opened = [chunk.stored for chunk, part in there if part and chunk.stored]
 
     # blend, or compute in full
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # whole chunks, of which the prompt may hold a part
-        full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
         both_s = costs.chunks_s(lengths, len(prefix_ids))
         both_s += costs.blended_s(method, blended, lengths, n_blended)
-        if both_s > full_s or is_whole(method, costs, layout, blended, lengths, n_whole, n_blended):
+        if both_s > MARGIN * costs.full_prefill_s(layout.n_tokens, n_whole):
             missed = {}
-    whole = is_whole(method, costs, layout, blended, (), n_whole, n_blended)
+    whole = is_whole(method, costs, layout, blended, n_whole, n_blended)
     if layout.n_chunks and not blended.n_chunks:  # all chunks are held: full prefill goes on
         whole, n_whole = True, n_blended
     if not whole:
@@ -178,7 +174,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
             method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
         )
         if n_held > first_chunk:
-            layout, opened = Layout.of(resolved.token_ids, (), ()), []
+            layout, opened = Layout(resolved.token_ids, (), ()), []
     leaves = None
     if request.prefixes is not None:
         leaves = request.prefixes.begin(
@@ -186,8 +182,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         )
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
-        held=found.first(n_held) if found is not None and n_held else None, leaves=leaves,
-        fingerprint=fingerprint,
+        held=found.first(n_held) if found is not None and n_held else None, n_held=n_held,
+        leaves=leaves, fingerprint=fingerprint,
     )  # fmt: skip
 
 
@@ -234,9 +230,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             inputs = context.inputs(method.needs, request.stable_layers)
 
         scores = None
-        if method.select.probes:
+        if (probed_blocks := method.select.probe_blocks(layout)) is not None:
             probe = plan_of(
-                method.select.probe_blocks(layout).expand(n_layers, -1),
+                probed_blocks.expand(n_layers, -1),
                 torch.zeros(n_layers, layout.n_context, dtype=torch.bool),
             )
             of_layers: list[Tensor] = []
@@ -250,14 +246,14 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
                 replace(blend, observe=observe).through_layers(probe)
                 scores = torch.stack(of_layers)
         with request.stage("select"):
-            selection = method.select.choose(scores, inputs, layout)
-            recompute = method.recompute.choose(selection, inputs, layout)
-            _check_shape(method, "select", selection.keep, (n_layers, layout.n_blocks))
+            keep = method.select.choose(scores, inputs, layout)
+            _check_shape(method, "select", keep, (n_layers, layout.n_blocks))
+            recompute = method.recompute.choose(keep[:, layout.block_of_token], inputs, layout)
             _check_shape(method, "recompute", recompute, (n_layers, layout.n_context))
-            plan = plan_of(selection.keep, recompute)
+            plan = plan_of(keep, recompute)
         with request.stage("load"):
             # before the check layer has been computed, any kept entry may be needed
-            context.load(plan.blocks if check is None else selection.keep)
+            context.load(plan.blocks if check is None else keep)
 
         last_plan = plan
 
@@ -266,7 +262,7 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             assert check is not None
             later = recompute.clone()
             later[check + 1 :] = method.recompute.choose_after(checked, layout)
-            last_plan = plan_of(selection.keep, later)
+            last_plan = plan_of(keep, later)
             return last_plan
 
         cache: WorkingCache
@@ -303,28 +299,18 @@ def _check_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, in
 def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: PassPlan) -> Report:
     """The report of a first token, after the pass of ``plan``."""
     model, resolved, layout = request.model, request.resolved, choice.layout
-    n_held = choice.n_held
-    chunks, n_tokens = resolved.chunks, len(resolved.token_ids)
+    chunks, n_tokens, n_held = resolved.chunks, len(resolved.token_ids), choice.n_held
     spent: defaultdict[str, float] = defaultdict(float)
     for stage in request.stages:
         spent[stage.name] += stage.ended - stage.began
-    n_context, n_in_memory = resolved.n_context, 0
-    is_of_chunk = torch.zeros(n_tokens, dtype=torch.bool)
-    reused, in_prefix = set[int](), set[int]()  # chunks, by their number in the prompt
-    is_new = dict[int, bool]()  # chunks of the layout: whether their cache was computed now
-    computed = 0.0  # tokens of chunks, mean over layers
+    chunk_of_token = torch.full((n_tokens,), -1)  # by their number in the prompt; -1 for none
     for number, chunk in enumerate(chunks):
-        n_of = 0
         for run in chunk.runs:
-            n_of += len(range(run.position, min(n_held, run.span.stop)))
-            is_of_chunk[run.position : run.span.stop] = True
-        n_in_memory += n_of
-        if chunk.computed_now:
-            computed += n_of
-        elif n_of:
-            in_prefix.add(number)
-        if chunk.stored is not None and n_of < chunk.n_tokens and layout.n_chunks:
-            is_new[number] = chunk.computed_now
+            chunk_of_token[run.position : run.span.stop] = number
+    is_of_chunk, is_new = chunk_of_token >= 0, [chunk.computed_now for chunk in chunks]
+    from_memory = Counter(chunk_of_token[:n_held][is_of_chunk[:n_held]].tolist())
+
+    # tokens of chunks that the answer attends to, mean over layers
     stays = layout.uncached.repeat(model.n_layers, 1)
     stays[:, layout.context_positions] |= plan.kept[:, layout.block_of_token]
     kept = 0.0
@@ -332,19 +318,21 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         of_chunks = partial(torch.masked_select, is_of_chunk, stays[layer])
         kept += cache.attended(layer, n_kept, of_chunks)
     kept /= model.n_layers  # divided once, so that all of the context is exactly 1
-    # the last token of a prompt is always computed
+
+    # those that were computed: the last token of a prompt always is
+    of_context = chunk_of_token[layout.context_positions]
     again = plan.computed | layout.uncached[layout.context_positions]
-    made_now = torch.tensor(list(is_new.values()), dtype=torch.bool)
-    computed += int((again | made_now[layout.chunk_of_token]).sum()) / model.n_layers
+    made_now = torch.tensor(is_new, dtype=torch.bool)[of_context]
+    computed = int((again | made_now).sum()) / model.n_layers
+    computed += sum(n for number, n in from_memory.items() if is_new[number])
+    n_context, n_in_memory = int(is_of_chunk.sum()), from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
     n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
+
     # reused: its entries are read, or its cache has told that tokens can be left out
-    uses_cache = torch.zeros_like(made_now)
-    uses_cache[layout.block_chunk[plan.blocks.any(0)]] = True
-    uses_cache[layout.chunk_of_token[~again.all(0)]] = True
-    for (number, is_new_one), uses in zip(is_new.items(), uses_cache.tolist(), strict=True):
-        if uses and not is_new_one:
-            reused.add(number)
+    uses_cache = plan.blocks.any(0)[layout.block_of_token] | ~again.all(0)
+    reused = set(of_context[uses_cache & ~made_now].tolist())
+    in_memory = {number for number in from_memory if not is_new[number]}
     ran = choice.method.way
     if choice.whole:
         ran = "prefix" if choice.held else "recompute"
@@ -355,8 +343,8 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
         kept_ratio=kept / n_context if n_context else 1.0,
         recompute_ratio=computed / n_context if n_context else 0.0,
         uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
-        found=len(chunks), reused=len(reused), prefix_chunks=len(in_prefix - reused),
-        computed_now=sum(chunk.computed_now for chunk in chunks),
+        found=len(chunks), reused=len(reused), prefix_chunks=len(in_memory - reused),
+        computed_now=sum(is_new),
         chunk_misses=dict(resolved.misses),
         bytes_read=resolved.bytes_lost + sum(stored.bytes_read for stored in set(resolved.opened)),
         kv_bytes=cache.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,

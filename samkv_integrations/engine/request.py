@@ -72,6 +72,10 @@ class AnswerSettings:
         return cls(sampling=Sampling(**sampling), **given)
 
 
+AS_TEXT = AnswerSettings(sampling=Sampling(), on_miss="text")
+"""For prompts that are looked at, and computed without keeping anything."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Request:
     """One prompt and how to answer it: read in the caller's thread, computed in the model's.

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
@@ -46,35 +45,27 @@ AHEAD = 32
 FinishReason = Literal["stop", "length"]
 
 
-class TooLate(Exception):
-    """No piece came in time."""
-
-
 class Abandoned(Exception):
     """Nobody reads the answer any more; raised inside a pass to end it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is final, empty in the first and the last piece, and the state of the answer.
+    """Text that is final, empty in the first and the last piece, and the report up to there.
 
-    n_tokens: so far. decode_s: seconds of the steps after the first token. tokens_per_step: mean of
-    these steps. kv_bytes: of the working cache. finish_reason: how the answer ended; None while it
-    goes on.
+    finish_reason: how the answer ended; None while it goes on.
     """
 
     text: str
-    n_tokens: int
-    tokens_per_step: float
-    decode_s: float
-    kv_bytes: int
+    report: Report
     finish_reason: FinishReason | None = None
 
 
 class Pieces:
     """A queue from the model's thread to the single reader of an answer, a thread or a task.
 
-    `put` never blocks. Reading waits at most ``timeout`` seconds, and raises an error that was put.
+    `put` never blocks. Reading waits at most ``timeout`` seconds, then raises TimeoutError; it
+    raises an error that was put.
     """
 
     def __init__(self) -> None:
@@ -91,11 +82,8 @@ class Pieces:
         coming.set_result(item)
 
     def next(self, timeout: float | None = None) -> Piece:
-        """The next piece. Raises TooLate if there is none within ``timeout`` seconds."""
-        try:
-            item = self._items[0].result(timeout)
-        except TimeoutError as error:
-            raise TooLate from error
+        """The next piece."""
+        item = self._items[0].result(timeout)
         self._items.popleft()
         if isinstance(item, BaseException):
             raise item
@@ -106,11 +94,7 @@ class Pieces:
         coming = self._items[0]
         if not coming.done():
             # shielded: cancelling the task must not cancel the piece
-            waiting = asyncio.shield(asyncio.wrap_future(coming))
-            try:
-                await asyncio.wait_for(waiting, timeout)
-            except TimeoutError as error:
-                raise TooLate from error
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(coming)), timeout)
         return self.next()
 
 
@@ -120,13 +104,13 @@ class RunningAnswer:
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
     owner: who asks, see `OWNER`. pieces: for the reader; the first one is empty and comes with the
-    first token. report: set when the first piece comes. is_complete: the last piece has been put.
+    first token. is_complete: the last piece has been put.
     is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
     the first; None before it and at the end. lookup: drafts tokens; None if nothing is drafted.
     token: the next input of the model.
     """
 
-    report: Report
+    _report: Report  # of the first token
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
@@ -160,7 +144,7 @@ class RunningAnswer:
             ids = first.layout.token_ids.tolist()
             self.sampler = Sampler(model, ids, request.settings.sampling, request.form)
             token = self.sampler.next(first.logits)
-        self.report = replace(
+        self._report = replace(
             first.report, wait_s=began - request.asked, announce_s=request.announce_s,
             ttft_s=time.perf_counter() - request.began,
         )  # fmt: skip
@@ -246,12 +230,14 @@ class RunningAnswer:
 
     def _put(self, text: str, finish_reason: FinishReason | None = None) -> None:
         assert self.decoder is not None
-        per_step = self._n_decoded / self._n_steps if self._n_steps else 0.0
-        piece = Piece(
-            text=text, n_tokens=self._n_tokens, tokens_per_step=per_step, decode_s=self._decode_s,
-            kv_bytes=self.decoder.cache.kv_bytes, finish_reason=finish_reason,
+        n_later = self._n_tokens - 1
+        report = replace(
+            self._report, completion_tokens=self._n_tokens,
+            decode_kv_bytes=self.decoder.cache.kv_bytes,
+            decode_tokens_per_s=n_later / self._decode_s if self._decode_s else 0.0,
+            tokens_per_step=self._n_decoded / self._n_steps if self._n_steps else 0.0,
         )  # fmt: skip
-        self.pieces.put(piece)
+        self.pieces.put(Piece(text=text, report=report, finish_reason=finish_reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +382,12 @@ class Scheduler:
     def finish_idle(self) -> None:
         """Run the work that was postponed to idle time, and return when all of it is done."""
         thread = self._running_thread()
-        self.run(lambda: thread.do_idle(lambda: None, most=len(thread.idle)))
+
+        def finish() -> None:
+            while thread.do_idle(lambda: None):
+                pass
+
+        self.run(finish)
 
     def _running_thread(self) -> _Thread:
         with self._starting:
@@ -420,20 +411,6 @@ class _Work:
 
     owner: str
     call: Callable[[], None]
-
-
-_threads: set[_Thread] = set()
-"""Threads that may be running. They are stopped at exit: an interpreter that ends while a thread
-frees a model aborts."""
-
-
-@cache
-def _wait_for_threads_at_exit() -> None:
-    def stop_all() -> None:
-        for each in list(_threads):
-            each.stop()
-
-    atexit.register(stop_all)
 
 
 class _Thread:
@@ -463,11 +440,8 @@ class _Thread:
         self._is_stopped = False
         self.thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self.thread.start()
-        _wait_for_threads_at_exit()
-        for each in list(_threads):
-            if not each.thread.is_alive():
-                _threads.discard(each)
-        _threads.add(self)
+        # an interpreter that ends while a thread frees a model aborts
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the thread after its current step."""
@@ -477,48 +451,44 @@ class _Thread:
             self.thread.join()
 
     def _serve(self) -> None:
+        is_busy = True
         with torch.inference_mode():
             while not self._is_stopped:
-                self._read_mail()
+                self._read_mail(wait=not is_busy)
                 self._drop()
                 if torch.get_num_threads() != self.n_torch_threads:  # each thread has its own
                     torch.set_num_threads(self.n_torch_threads)
-                self._do_next()
-                self._step()
-                self._drop()
-                if self.idle and self._has_nothing_to_do():
-                    self.do_idle(self._check_idle)
+                has_begun, has_stepped = self._do_next(), self._step()
+                is_busy = has_begun or has_stepped or self.do_idle(self._check_idle)
+        atexit.unregister(self.stop)
 
-    def _read_mail(self) -> None:
-        """Move the mail to the queue; wait for some if there is nothing to do."""
-        is_idle = self._has_nothing_to_do() and not self.idle
+    def _read_mail(self, *, wait: bool) -> None:
+        """Move the mail to the queue. wait: until there is some."""
         while True:
             try:
-                letter = self.mail.get(block=is_idle)
+                letter = self.mail.get(block=wait)
             except Empty:
                 return
-            is_idle = False
+            wait = False
             if letter is not None:
                 self._queue.append(letter)
-
-    def _has_nothing_to_do(self) -> bool:
-        return not self._batch() and self._next() is None
 
     def _check_idle(self) -> None:
         if self._is_stopped or not self.mail.empty():
             raise Abandoned
 
-    def do_idle(self, check: Callable[[], None], most: int = 1) -> None:
-        """Run the first pieces of work that wait for idle time, at most ``most``."""
-        for _ in range(min(most, len(self.idle))):
-            work = self.idle.popleft()
-            try:
-                work(check)
-            except Abandoned:
-                self.idle.append(work)
-                return
-            except Exception:
-                _log.exception("work in idle time failed; answers are not affected")
+    def do_idle(self, check: Callable[[], None]) -> bool:
+        """Run the first piece of work that waits for idle time; False if there is none."""
+        if not self.idle:
+            return False
+        work = self.idle.popleft()
+        try:
+            work(check)
+        except Abandoned:
+            self.idle.append(work)
+        except Exception:
+            _log.exception("work in idle time failed; answers are not affected")
+        return True
 
     def _drop(self) -> None:
         """Remove answers that are complete or abandoned."""
@@ -594,10 +564,13 @@ class _Thread:
         if owner in self._ahead:
             self._ahead[owner] -= seconds
 
-    def _do_next(self) -> None:
-        """Do what takes longer than a step: a call of `run`, or the first token of an answer."""
+    def _do_next(self) -> bool:
+        """Do what takes longer than a step: a call of `run`, or the first token of an answer.
+
+        Returns False if there is neither.
+        """
         if (at := self._next()) is None:
-            return
+            return False
         letter = self._queue[at]
         del self._queue[at]
         self.pass_began = began = time.perf_counter()
@@ -606,9 +579,7 @@ class _Thread:
         else:
             try:
                 letter.begin()
-            except Abandoned:
-                self._end(letter)
-            except BaseException as error:
+            except BaseException as error:  # Abandoned, too, which nobody reads
                 self._end(letter)
                 letter.fail(error)
             else:
@@ -620,11 +591,15 @@ class _Thread:
         self._charge(letter.owner, seconds)
         if isinstance(letter, _Work):
             self._ahead[letter.owner] = seconds
+        return True
 
-    def _step(self) -> None:
-        """Decode one token of each answer in the batch, and what can be drafted."""
+    def _step(self) -> bool:
+        """Decode one token of each answer in the batch, and what can be drafted.
+
+        Returns False if there is no such answer.
+        """
         if not (batch := self._batch()):
-            return
+            return False
         self.pass_began = began = time.perf_counter()
         decoders, tokens = [], []
         try:
@@ -640,11 +615,11 @@ class _Thread:
             HotChunks.clear_all()
             for answer in batch:
                 answer.fail(OutOfMemory.on(answer.request.model.device))
-            return
+            return True
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)
-            return
+            return True
         finally:
             self.pass_began = None
         seconds = time.perf_counter() - began
@@ -659,3 +634,4 @@ class _Thread:
             self._charge(answer.owner, seconds / len(batch) + own_s)
         if len(self.running) > len(batch):  # the others come first the next time
             self.running = [each for each in self.running if each not in batch] + batch
+        return True

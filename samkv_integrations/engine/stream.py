@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
@@ -25,7 +25,6 @@ from samkv_integrations.engine.scheduler import (
     Piece,
     RunningAnswer,
     Scheduler,
-    TooLate,
 )
 from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.errors import TimedOut
@@ -103,7 +102,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         request = self._request
         request.chunks.record(request.resolved)
         if self._beginnings is not None:
-            self._beginnings.after(request.resolved, self._answer.report)
+            self._beginnings.after(request.resolved, self.report)
 
     def __next__(self) -> str:
         while not self._is_over:
@@ -138,14 +137,15 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         if piece.finish_reason is not None:
             self._end()
         elif (left := self._left()) is not None and left < 0:
-            raise TooLate
+            raise TimeoutError
         return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        if isinstance(error, TooLate):
+        timeout = self._request.settings.timeout
+        if isinstance(error, TimeoutError) and timeout is not None:
             error = TimedOut(
-                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
-                "many seconds; give more, or ask for fewer tokens"
+                f"timeout={timeout}: the answer was not complete after that many seconds; give "
+                "more, or ask for fewer tokens"
             )
             error.__suppress_context__ = True
         if not self._is_over:
@@ -208,15 +208,8 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     @property
     def report(self) -> Report:
         """Figures of the answer so far."""
-        last = self._last
-        assert last is not None  # `start` has waited for it
-        return replace(
-            self._answer.report,
-            completion_tokens=last.n_tokens,
-            decode_tokens_per_s=(last.n_tokens - 1) / last.decode_s if last.decode_s else 0.0,
-            tokens_per_step=last.tokens_per_step,
-            decode_kv_bytes=last.kv_bytes,
-        )
+        assert self._last is not None  # `start` has waited for it
+        return self._last.report
 
     @property
     def finish_reason(self) -> FinishReason | None:

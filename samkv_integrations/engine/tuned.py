@@ -10,10 +10,11 @@ import logging
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.folder import read_small, write_file
@@ -49,8 +50,10 @@ class TunedSetting:
     Raises UnknownOption or InvalidOption for what no engine can do.
     """
 
-    model: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     method: str
+    model: str = ""
     set: tuple[str, ...] = ()
     eviction: str = NO_EVICTION
     eviction_budget: float | None = None
@@ -60,11 +63,6 @@ class TunedSetting:
     def __post_init__(self) -> None:
         check_store_bits(self.store_bits)
         self.to_method()  # raises
-        for name, value in self.measured.items():
-            if not isinstance(value, Scalar):
-                raise InvalidOption(
-                    f"measured.{name} is {value!r}; it must be a text, a number, true or false"
-                )
 
     def to_method(self) -> Method:
         """The method with its options and its eviction."""
@@ -86,6 +84,12 @@ class TunedSetting:
         if self.eviction_budget is not None:
             words += [f"--eviction-budget {self.eviction_budget:g}"]
         return " ".join(words)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    models: dict[str, TunedSetting] = {}
 
 
 def choices_of(
@@ -126,49 +130,24 @@ def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
     """
     file = Path(folder) / TUNED_FILE
     try:
-        found = tomllib.loads(read_small(file).decode("utf-8-sig"))
-        for name in found.keys() - {"models"}:
-            raise ValueError(f"key {name!r}; allowed: models")
-        models = found.get("models", {})
-        if not isinstance(models, dict):
-            raise ValueError(f"key 'models' is {models!r}; it must hold a table for each model")
-        return {name: _entry(name, entry) for name, entry in models.items()}
+        found = _File.model_validate(tomllib.loads(read_small(file).decode("utf-8-sig")))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"{file} cannot be read ({error}); mend or delete it") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, UnknownOption, InvalidOption) as error:
+        why = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            known = ", ".join(each.name for each in fields(TunedSetting) if each.name != "model")
+            why = (
+                f"{'.'.join(map(str, first['loc']))}={first['input']!r:.80}: {first['msg']}; the "
+                f'file holds tables [models."NAME"], whose keys are {known}'
+            )
         raise InvalidOption(
-            f"{file}: {error}; mend or delete it; without it, 'samkv tune' writes a new one"
+            f"{file}: {why}; mend or delete it; without it, 'samkv tune' writes a new one"
         ) from error
-
-
-_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "method": ((str,), "a text"),
-    "set": ((list,), "a list of 'NAME=VALUE'"),
-    "eviction": ((str,), "a text"),
-    "eviction_budget": ((float, int), "a number"),
-    "store_bits": ((int,), "a whole number"),
-    "measured": ((dict,), "a table"),
-}
-
-
-def _entry(model: str, found: object) -> TunedSetting:
-    if not isinstance(found, dict):
-        raise ValueError(f"key models.{model!r} is {found!r}; it must be a table")
-    for key, value in found.items():
-        if key not in _KEYS:
-            raise ValueError(f"key models.{model!r}.{key}; allowed: {', '.join(_KEYS)}")
-        types, words = _KEYS[key]
-        is_list = isinstance(value, list)
-        if type(value) not in types or (is_list and not all(type(each) is str for each in value)):
-            raise ValueError(f"key models.{model!r}.{key} is {value!r}; it must be {words}")
-    if "method" not in found:
-        raise ValueError(f"key models.{model!r}.method is missing")
-    try:
-        return TunedSetting(model=model, **{**found, "set": tuple(found.get("set", ()))})
-    except (UnknownOption, InvalidOption) as error:
-        raise ValueError(f"key models.{model!r}: {error}") from error
+    return {name: replace(entry, model=name) for name, entry in found.models.items()}
 
 
 def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:

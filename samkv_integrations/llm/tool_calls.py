@@ -328,18 +328,27 @@ def turn_of(
 
     Raises InvalidOption for an unknown role.
     """
-    match _ROLES.get(role):
-        case None:
-            raise InvalidOption(
-                f"role {role!r} of a message is not supported; put its text into a message of one "
-                f"that is: {', '.join(sorted(_ROLES))}"
-            )
-        case "tool":
-            return of_result(text, call_id, name)
-        case "assistant":
-            return of_calls(text, calls)
-        case known:
-            return {"role": known, "content": text}
+    if (known := _ROLES.get(role)) is None:
+        raise InvalidOption(
+            f"role {role!r} of a message is not supported; put its text into a message of one "
+            f"that is: {', '.join(sorted(_ROLES))}"
+        )
+    turn: dict[str, Any] = {"role": known, "content": text}
+    if known == "tool":
+        turn["tool_call_id"] = _short(call_id)
+        if name:
+            turn["name"] = name
+    elif known == "assistant":
+        written = [
+            {
+                "id": _short(call.id), "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]  # fmt: skip
+        if written:
+            turn["tool_calls"] = written
+    return turn
 
 
 def arguments_of(given: object) -> dict[str, Any]:
@@ -348,26 +357,6 @@ def arguments_of(given: object) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidOption(f"arguments={given!r:.80} of a call; they must be an object")
     return found
-
-
-def of_calls(content: str, calls: Iterable[ToolCall]) -> dict[str, Any]:
-    """The assistant's turn, with the calls that it made, if any."""
-    written = [
-        {
-            "id": _short(call.id),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
-    turn = {"role": "assistant", "content": content}
-    return {**turn, "tool_calls": written} if written else turn
-
-
-def of_result(content: str, call_id: str, name: str | None) -> dict[str, Any]:
-    """The turn with the result of a call."""
-    turn = {"role": "tool", "content": content, "tool_call_id": _short(call_id)}
-    return {**turn, "name": name} if name else turn
 
 
 def _short(call_id: str) -> str:

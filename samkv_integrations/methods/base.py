@@ -12,29 +12,15 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction.base import Eviction
 from samkv_integrations.prompt.layout import Layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The blocks of the context that a method keeps.
-
-    keep: (L, Nb) bool, CPU, blocks kept at each layer.
-    """
-
-    keep: Tensor
-
-    def tokens(self, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, tokens kept at each layer."""
-        return self.keep[:, layout.block_of_token]
-
 
 Update = Callable[[Tensor, Tensor], Tensor]
 """(cached, computed) -> the entries to use, all (R, G, D): keys or values of R tokens."""
@@ -89,7 +75,6 @@ class Select(ABC):
     """Chooses the blocks of the context to keep at each layer.
 
     needs: names in `NEEDED`; each is read from the caches, and counts in ``bytes_read``.
-    probes: whether a pass of the uncached tokens over `probe_blocks` comes first, for `score`.
     keeps_all: whether it always keeps every block.
     """
 
@@ -99,23 +84,22 @@ class Select(ABC):
     def needs(self) -> frozenset[str]:
         return frozenset()
 
-    @property
-    def probes(self) -> bool:
-        return False
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
+        """(Nb,) bool, blocks that a probe attends to: a pass of the uncached tokens, for `score`.
 
-    def probe_blocks(self, layout: Layout) -> Tensor:
-        """(Nb,) bool, blocks that the probe attends to; all by default."""
-        return torch.ones(layout.n_blocks, dtype=torch.bool)
+        None, the default, for no probe.
+        """
+        return None
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        """The scores of a layer for `choose`, on the device. Pure."""
+        """The scores of a layer of the probe for `choose`, on the device. Pure."""
         raise NotImplementedError
 
     @abstractmethod
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        """The selection.
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        """(L, Nb) bool, CPU: the blocks that each layer keeps. Pure.
 
-        scores: those of all layers, stacked; None without a probe. Pure.
+        scores: those of all layers, stacked; None without a probe.
         """
 
 
@@ -125,8 +109,8 @@ class SelectAll(Select):
 
     keeps_all: ClassVar[bool] = True
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
-        return Selection(keep=torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool))
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,8 +158,11 @@ class Recompute(ABC):
         return 1.0
 
     @abstractmethod
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure."""
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure.
+
+        kept: (L, Tctx) bool, CPU, the tokens of the blocks that each layer keeps.
+        """
 
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
@@ -186,8 +173,8 @@ class Recompute(ABC):
 class RecomputeNone(Recompute):
     """Recompute nothing."""
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return torch.zeros(len(selection.keep), layout.n_context, dtype=torch.bool)
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return torch.zeros_like(kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +197,8 @@ class RecomputeFrom(Recompute):
     def check_layer(self) -> int | None:
         return self.layer
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        recomputed = selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        recomputed = kept & ~layout.exact[layout.chunk_of_token]
         recomputed[self.layer + 1 :] = False
         return recomputed
 
@@ -321,12 +308,6 @@ def option_names(method: Method) -> tuple[str, ...]:
     )
 
 
-_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
-    float: ((int, float), "a number"), int: ((int,), "a whole number"),
-    bool: ((bool,), "True or False"), type(None): ((type(None),), "None"),
-}  # fmt: skip
-
-
 def with_option(method: Method, setting: str) -> Method:
     """The method with one option changed. setting: ``NAME=VALUE``, with a NAME in `option_names`.
 
@@ -344,9 +325,9 @@ def with_option(method: Method, setting: str) -> Method:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = text  # a word
-    hint = get_type_hints(type(part))[field]
-    kinds = [_KINDS[kind] for kind in get_args(hint) or (hint,)]  # of a union, or of one type
-    if not any(type(value) in types for types, _ in kinds):
-        allowed = " or ".join(words for _, words in kinds)
-        raise InvalidOption(f"{name}={text} of {method.name!r}: {value!r} is not {allowed}")
+    try:
+        TypeAdapter(get_type_hints(type(part))[field]).validate_python(value, strict=True)
+    except ValidationError as error:
+        why = "; or ".join(each["msg"] for each in error.errors())
+        raise InvalidOption(f"{name}={text} of {method.name!r}: {why}") from error
     return replace(method, **{part_name: replace(part, **{field: value})})

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from samkv_integrations.methods.base import Method, Recompute, Selection, SelectionInputs
+from samkv_integrations.methods.base import Method, Recompute, SelectionInputs
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -17,16 +17,16 @@ class RecomputeAll(Recompute):
 
     uses_caches: ClassVar[bool] = False
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return selection.tokens(layout)
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeInexact(Recompute):
     """Recompute every token whose cached entry may differ from full prefill's."""
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return selection.tokens(layout) & ~layout.exact[layout.chunk_of_token]
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return kept & ~layout.exact[layout.chunk_of_token]
 
 
 RECOMPUTE = Method(

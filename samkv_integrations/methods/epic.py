@@ -12,7 +12,6 @@ from torch import Tensor
 from samkv_integrations.methods.base import (
     Method,
     Recompute,
-    Selection,
     SelectionInputs,
     check_count,
 )
@@ -41,9 +40,9 @@ class EpicRecompute(Recompute):
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
         return min(1.0, self.first * n_chunks / max(1, n_context))
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
         wanted = layout.offset_in_chunk < self.first
-        return selection.tokens(layout) & wanted & ~layout.exact[layout.chunk_of_token]
+        return kept & wanted & ~layout.exact[layout.chunk_of_token]
 
 
 EPIC = Method(

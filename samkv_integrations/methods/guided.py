@@ -15,7 +15,6 @@ from torch import Tensor
 from samkv_integrations.methods.base import (
     Method,
     Recompute,
-    Selection,
     SelectionInputs,
     check_count,
 )
@@ -55,7 +54,7 @@ class GuidedRecompute(Recompute):
         most = self.first * n_chunks + self._most_matched(n_context)
         return min(1.0, most / max(1, n_context))
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
         given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
         recomputed = layout.offset_in_chunk < self.first
         recomputed |= matching_segments(
@@ -76,7 +75,7 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
     place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
     is_asked = asked[place] == ids
-    most_of_chunk = layout.longest_chunk // size + 1
+    most_of_chunk = int(layout.chunk_lengths.max()) // size + 1
     number = chunk * most_of_chunk + layout.offset_in_chunk // size
     numbers, segment = torch.unique(number, return_inverse=True)  # by columns it is 40 times slower
     of_chunk = numbers // most_of_chunk

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from samkv_integrations.methods.base import (
     Method,
-    Selection,
     SelectionInputs,
     check_ratio,
 )
@@ -48,7 +47,7 @@ class MultiInfllmSelect(AnchorProbe):
     def needs(self) -> frozenset[str]:
         return frozenset(("block_means",))
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         assert scores is not None and inputs.block_means is not None
         query = group_heads(scores, inputs.block_means.shape[2])  # (L, G, D)
         of_blocks = torch.einsum("lgd,lbgd->lb", query, inputs.block_means)
@@ -63,7 +62,7 @@ class MultiInfllmSelect(AnchorProbe):
         )
         budget = (self.max_kept_ratio * of_chunk - of_anchor).repeat(inputs.n_layers)[:, None]
         chosen = fill_budget(order.flatten(0, 1), layout, budget).view_as(order).any(1)
-        return Selection(keep=chosen.cpu() | layout.is_anchor)
+        return chosen.cpu() | layout.is_anchor
 
 
 MULTI_INFLLM = Method(

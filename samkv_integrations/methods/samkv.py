@@ -15,7 +15,6 @@ from torch import Tensor
 from samkv_integrations.methods.base import (
     Method,
     Recompute,
-    Selection,
     SelectionInputs,
     Update,
     check_ratio,
@@ -55,14 +54,13 @@ class SamkvSelect(AnchorProbe):
         bias = ("local_query",) if self.bias else ()
         return frozenset(("block_means", "anchor_mean", "statistics", *bias))
 
-    @property
-    def probes(self) -> bool:
-        return self.middle
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
+        return super().probe_blocks(layout) if self.middle else None
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         anchors = layout.is_anchor.expand(inputs.n_layers, -1)
         if not self.middle:
-            return Selection(keep=anchors)
+            return anchors
         assert scores is not None and inputs.block_means is not None  # scores (L, H, D) are Q_que
         n_kv_heads = inputs.block_means.shape[2]
         if self.bias:
@@ -78,7 +76,7 @@ class SamkvSelect(AnchorProbe):
         n_anchor = int(layout.block_lengths[layout.is_anchor].sum())
         cap = 1.0 if self.max_kept_ratio is None else self.max_kept_ratio
         chosen = fill_budget(ranked, layout, cap * layout.n_context - n_anchor)
-        return Selection(keep=chosen.cpu() | anchors)
+        return chosen.cpu() | anchors
 
 
 def personalise(query: Tensor, local_query: Tensor) -> Tensor:
@@ -156,51 +154,27 @@ class SamkvRecompute(Recompute):
     Deviations: exact chunks are not recomputed. A token that is computed at a layer where its block
     is not kept attends there with its computed keys and values, not with stored ones, which would
     have to be read for it.
-
-    anchors, outliers: switch off either.
     """
-
-    anchors: bool = True
-    outliers: bool = True
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset(("statistics",) if self.outliers else ())
+        return frozenset(("statistics",))
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        kept = selection.tokens(layout)
-        wanted = torch.zeros_like(kept)
-        anchor = layout.is_anchor[layout.block_of_token]
-        if self.anchors:
-            wanted |= anchor
-        if self.outliers:
-            assert inputs.outliers is not None
-            wanted |= inputs.outliers.cpu() & ~anchor
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        assert inputs.outliers is not None
+        wanted = layout.is_anchor[layout.block_of_token] | inputs.outliers.cpu()
         return kept & wanted & ~layout.exact[layout.chunk_of_token]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fusion:
+def fuse(cached: Tensor, computed: Tensor) -> Tensor:
     """Mix of recomputed and cached entry (SamKV equation 4): theta * new + (1 - theta) * old.
 
-    weight: theta; None for the cosine of new and old per token over all heads.
+    theta is the cosine of new and old per token, over all heads. Both (R, G, D), keys at the same
+    position. Returns the dtype of ``computed``.
     """
-
-    weight: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight is not None:
-            check_ratio("weight", self.weight)
-
-    def __call__(self, cached: Tensor, computed: Tensor) -> Tensor:
-        """Both (R, G, D); keys at the same position. Returns the dtype of ``computed``."""
-        old, new = cached.float(), computed.float()
-        theta: Tensor | float
-        if self.weight is None:
-            theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
-        else:
-            theta = self.weight
-        return (theta * new + (1 - theta) * old).to(computed.dtype)
+    old, new = cached.float(), computed.float()
+    theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]
+    return (theta * new + (1 - theta) * old).to(computed.dtype)
 
 
 def _samkv(name: str, update: Update, how: str) -> Method:
@@ -215,6 +189,4 @@ def _samkv(name: str, update: Update, how: str) -> Method:
 
 
 SAMKV_OVERWRITE = _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
-SAMKV_FUSION = _samkv(
-    "samkv-fusion", Fusion(), "recomputed entries mixed with cached ones by cosine"
-)
+SAMKV_FUSION = _samkv("samkv-fusion", fuse, "recomputed entries mixed with cached ones by cosine")

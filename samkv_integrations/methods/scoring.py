@@ -24,11 +24,7 @@ def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> 
 class AnchorProbe(Select):
     """Selects by the question's mean query, which a pass over the anchor tokens gives."""
 
-    @property
-    def probes(self) -> bool:
-        return True
-
-    def probe_blocks(self, layout: Layout) -> Tensor:
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
         return layout.is_anchor
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkBlocks
+from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids
 
 _MOST_COMPARED = 64
@@ -40,23 +41,50 @@ class Run:
         return range(self.position, self.position + len(self))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Occurrence:
-    """One occurrence of a chunk in a prompt: its consecutive runs.
+@dataclass(kw_only=True)
+class PromptChunk:
+    """A chunk in a prompt: its consecutive runs that the prompt contains, and its cache.
 
     It has several runs if a template indents or quotes the chunk's lines. A chunk may occur twice.
 
-    index: which of the indexes has the chunk. key: the chunk's key in it. token_ids: of the whole
-    chunk.
+    index: which of the indexes has the chunk. key: the chunk's key in it; then that of its cache,
+    empty before the first look-up. token_ids: of the whole chunk. text: None if only the store
+    knows it. stored: its cache; None if there is no usable one.
+    is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
+    computed_now: whether the cache was computed for this prompt.
     """
 
     index: int
     key: str
     token_ids: tuple[int, ...]
     runs: tuple[Run, ...]
+    text: str | None = None
+    stored: StoredChunk | None = None
+    computed_now: bool = False
+    is_exact: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of its tokens that occur in the prompt."""
+        return sum(map(len, self.runs))
+
+    @property
+    def may_be_exact(self) -> bool:
+        """Whether the prompt contains it from its first token on, in one run.
+
+        Only then do the entries of a cache behind the prompt's head equal full prefill's.
+        """
+        return len(self.runs) == 1 and self.runs[0].start == 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt contains all of it, except edges that merged with their neighbours."""
+        n_edge, run = 2, self.runs[0]
+        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
+        return len(self.runs) == 1 and at_edges
 
 
-def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurrence]:
+def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[PromptChunk]:
     """The chunks in a prompt, in order.
 
     Every run is maximal, and has at least `MIN_RUN` ids. Where two overlap, the one of an earlier
@@ -72,15 +100,15 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[Occurre
             for part in _free(run, owner):
                 owner[part.position : part.span.stop] = number
                 found.append((part, number, key, chunk))
-    occurrences: list[Occurrence] = []
-    for run, number, key, chunk in sorted(found, key=itemgetter(0)):
-        last = occurrences[-1] if occurrences else None
+    chunks: list[PromptChunk] = []
+    for run, number, key, ids_of_all in sorted(found, key=itemgetter(0)):
+        last = chunks[-1] if chunks else None
         if last and (last.index, last.key) == (number, key) and last.runs[-1].stop <= run.start:
-            occurrences[-1] = replace(last, runs=(*last.runs, run))  # it goes on
+            last.runs = (*last.runs, run)  # it goes on
         else:
-            ids_of_all = tuple(chunk.tolist())
-            occurrences.append(Occurrence(index=number, key=key, token_ids=ids_of_all, runs=(run,)))
-    return occurrences
+            token_ids = tuple(ids_of_all.tolist())
+            chunks.append(PromptChunk(index=number, key=key, token_ids=token_ids, runs=(run,)))
+    return chunks
 
 
 def _candidates(
@@ -161,13 +189,17 @@ class ChunkPart:
         return replace(self, runs=tuple(runs)) if runs else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Positions of every token of a request, and the blocks of its cached chunks.
 
     The prompt's tokens of cached chunks, in order, are the *context*; its tokens (Tctx) and blocks
     (Nb) are numbered consecutively. Of a chunk that the prompt contains in part, only blocks with a
-    token in the prompt count. All tensors are on the CPU.
+    token in the prompt count. All tensors are on the CPU, and never changed.
+
+    Args:
+        token_ids: of the prompt.
+        parts: of chunks, in order.
+        prefix: the tokens that chunks were computed behind, ``n_prefix`` of them.
 
     token_ids: (T,) the prompt.
     uncached: (T,) bool, tokens that are always computed, among them the last one, which gives the
@@ -183,83 +215,49 @@ class Layout:
     question: (W,) positions of the tokens after the last chunk; without any, the last token.
     chunk_lengths: (C,) tokens of each whole chunk.
     token_range, block_range: (C) the context tokens and the blocks of each chunk.
-    n_prefix: tokens of the prefix that chunks were computed behind.
     """
 
-    token_ids: Tensor
-    uncached: Tensor
-    context_positions: Tensor
-    offset_in_chunk: Tensor
-    block_of_token: Tensor
-    chunk_of_token: Tensor
-    block_lengths: Tensor
-    block_chunk: Tensor
-    block_in_chunk: Tensor
-    is_anchor: Tensor
-    exact: Tensor
-    question: Tensor
-    chunk_lengths: Tensor
-    token_range: tuple[range, ...]
-    block_range: tuple[range, ...]
-    n_tokens: int
-    n_context: int
-    n_blocks: int
-    n_chunks: int
-    n_prefix: int
-
-    @classmethod
-    def of(
-        cls, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...]
-    ) -> Layout:
-        """The layout of a prompt with these parts of chunks, in order.
-
-        prefix: the tokens that chunks were computed behind.
-        """
+    def __init__(
+        self, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...]
+    ) -> None:
         cached = [(part.blocks, part) for part in parts if part.blocks is not None]
         runs = [(chunk, run) for chunk, (_, part) in enumerate(cached) for run in part.runs]
-        n_of_chunk = [sum(map(len, part.runs)) for _, part in cached]
         positions = _joined(torch.arange(run.span.start, run.span.stop) for _, run in runs)
-        offsets = _joined(torch.arange(run.start, run.stop) for _, run in runs)
-        chunk_of_token = _joined(torch.full((n,), chunk) for chunk, n in enumerate(n_of_chunk))
+        self.n_tokens, self.n_context, self.n_chunks = len(token_ids), len(positions), len(cached)
+        self.n_prefix = len(prefix)
+        self.token_ids = torch.tensor(token_ids, dtype=torch.long)
+        self.uncached = torch.ones(self.n_tokens, dtype=torch.bool)
+        self.uncached[positions] = False
+        self.uncached[-1:] = True
+        self.context_positions = positions
+        self.offset_in_chunk = _joined(torch.arange(run.start, run.stop) for _, run in runs)
+        n_of_chunk = [sum(map(len, part.runs)) for _, part in cached]
+        self.token_range = _ranges(n_of_chunk)
+        self.chunk_of_token = _joined(torch.full((n,), at) for at, n in enumerate(n_of_chunk))
+        self.chunk_lengths = _joined(torch.tensor([of.n_tokens]) for of, _ in cached)
+
         # blocks are numbered as if the prompt contained all of each chunk, then as it does
         first_block = torch.tensor([0, *accumulate(blocks.n_blocks for blocks, _ in cached)])
         size = cached[0][0].scheme.size if cached else 1
-        whole_number = first_block[chunk_of_token] + offsets // size
-        numbers, block_of_token, block_lengths = torch.unique(
+        whole_number = first_block[self.chunk_of_token] + self.offset_in_chunk // size
+        numbers, self.block_of_token, self.block_lengths = torch.unique(
             whole_number, return_inverse=True, return_counts=True
         )
-        block_chunk = torch.searchsorted(first_block, numbers, right=True) - 1
-        n_blocks_of_chunk = block_chunk.bincount(minlength=len(cached)).tolist()
-        ids = torch.tensor(token_ids, dtype=torch.long)
-        uncached = torch.ones(len(ids), dtype=torch.bool)
-        uncached[positions] = False
-        uncached[-1:] = True
-        n_prefix = len(prefix)
-        begins = tuple(token_ids[:n_prefix]) == prefix
+        self.n_blocks = len(numbers)
+        self.block_chunk = torch.searchsorted(first_block, numbers, right=True) - 1
+        self.block_in_chunk = numbers - first_block[self.block_chunk]
+        self.block_range = _ranges(self.block_chunk.bincount(minlength=self.n_chunks).tolist())
+        self.is_anchor = _joined(blocks.is_anchor for blocks, _ in cached).bool()[numbers]
+
+        begins = tuple(token_ids[: self.n_prefix]) == prefix
         exact = [
             part.is_exact
-            or (begins and [(r.start, r.position) for r in part.runs] == [(0, n_prefix)])
+            or (begins and [(r.start, r.position) for r in part.runs] == [(0, self.n_prefix)])
             for _, part in cached
         ]
+        self.exact = torch.tensor(exact, dtype=torch.bool)
         end = max((part.runs[-1].span.stop for part in parts), default=0)
-        return cls(
-            token_ids=ids, uncached=uncached, context_positions=positions, offset_in_chunk=offsets,
-            block_of_token=block_of_token, chunk_of_token=chunk_of_token,
-            block_lengths=block_lengths, block_chunk=block_chunk,
-            block_in_chunk=numbers - first_block[block_chunk],
-            is_anchor=_joined(blocks.is_anchor for blocks, _ in cached).bool()[numbers],
-            exact=torch.tensor(exact, dtype=torch.bool),
-            question=torch.arange(min(end, len(ids) - 1), len(ids)),
-            chunk_lengths=torch.tensor([blocks.n_tokens for blocks, _ in cached], dtype=torch.long),
-            token_range=_ranges(n_of_chunk), block_range=_ranges(n_blocks_of_chunk),
-            n_tokens=len(ids), n_context=len(positions), n_blocks=len(numbers),
-            n_chunks=len(cached), n_prefix=n_prefix,
-        )  # fmt: skip
-
-    @cached_property
-    def longest_chunk(self) -> int:
-        """Tokens of the longest chunk."""
-        return int(self.chunk_lengths.max())
+        self.question = torch.arange(min(end, self.n_tokens - 1), self.n_tokens)
 
     @cached_property
     def prefilled_positions(self) -> Tensor:

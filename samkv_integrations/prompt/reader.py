@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
 from samkv_integrations.cache.chunk import ChunkRef, Fingerprint
-from samkv_integrations.cache.store import Outage, Store, StoredChunk
+from samkv_integrations.cache.store import Outage, Store
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.handles import Handles
-from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
+from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.rag_template import bodies_of, shorten
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
@@ -33,46 +32,6 @@ MAX_EXPECTED = 4096
 """Announced chunks that are remembered; the oldest ones go first."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class PromptChunk:
-    """A chunk in a prompt: the runs of its token ids that the prompt contains, and its cache.
-
-    key: of its cache, empty before the first look-up. token_ids: of the whole chunk. text: None if
-    only the store knows it. stored: its cache; None if there is no usable one. miss: why then.
-    is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
-    computed_now: whether the cache was computed for this prompt.
-    """
-
-    key: str
-    token_ids: tuple[int, ...]
-    runs: tuple[Run, ...]
-    text: str | None
-    stored: StoredChunk | None = None
-    miss: str | None = None
-    computed_now: bool = False
-    is_exact: bool = False
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of its tokens that occur in the prompt."""
-        return sum(map(len, self.runs))
-
-    @property
-    def may_be_exact(self) -> bool:
-        """Whether the prompt contains it from its first token on, in one run.
-
-        Only then do the entries of a cache behind the prompt's head equal full prefill's.
-        """
-        return len(self.runs) == 1 and self.runs[0].start == 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt contains all of it, except edges that merged with their neighbours."""
-        n_edge, run = 2, self.runs[0]
-        at_edges = run.start <= n_edge and run.stop >= len(self.token_ids) - n_edge
-        return len(self.runs) == 1 and at_edges
 
 
 # The reader, and the texts of which its next prompt is to contain some; that prompt empties the
@@ -152,65 +111,30 @@ class PromptReader:
         )
 
     def read(
-        self,
-        prompt: Prompt,
-        chunks: Sequence[str] | None,
-        made_by: Fingerprint,
-        *,
-        must_hold: bool = False,
-        context_window: int | None = None,
-    ) -> tuple[list[int], list[PromptChunk]]:
-        """The token ids of a prompt to be answered, and its chunks in order.
+        self, prompt: Prompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
+        window: int | None = None,
+    ) -> tuple[list[int], list[PromptChunk]]:  # fmt: skip
+        """The token ids of a prompt, and its chunks in order.
 
         chunks: texts of chunks to look for; None for the announced ones and those of the store.
             Chunks of handles are always looked for.
         made_by: fingerprint of the chunks to find in the store.
-        must_hold: raise if the prompt contains none of the chunks that were announced for it.
-        context_window: limit of prompt and answer, if smaller than the model's.
+        window: the context window of an answer; None if there is none to give.
 
         Raises:
-            PromptTooLong: it has more tokens than the context window.
-            HandleError: something cut a handle in two, or its chunk has been deleted.
-            InvalidOption: it is empty, or does not contain one of ``chunks``.
-            ChunkNotCached: see ``must_hold``.
-        """
-        most = min(context_window or sys.maxsize, self._model.context_window)
-        ids, found, spelled = self._read(prompt, chunks, made_by, most=most, must_be_whole=True)
-        if not ids:
-            raise InvalidOption("the prompt is empty; it must hold at least one token")
-        if chunks is None:
-            self._see_announced(found, must_hold)
-            return ids, found
-        texts = {chunk.text for chunk in found}
-        for body in bodies_of(chunks):
-            if body not in texts and body not in spelled.text:
-                raise InvalidOption(
-                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
-                    "chunk (or its handle) where the model should read it"
-                )
-        return ids, found
-
-    def find(self, prompt: Prompt, made_by: Fingerprint) -> list[PromptChunk]:
-        """The chunks in a prompt, in order, without answering it."""
-        return self._read(prompt, None, made_by)[1]
-
-    def _read(
-        self, prompt: Prompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
-        most: int | None = None, must_be_whole: bool = False,
-    ) -> tuple[list[int], list[PromptChunk], RenderedPrompt]:  # fmt: skip
-        """The token ids of a prompt, its chunks, and itself with texts in place of handles.
-
-        most: limit of tokens, None for none; checked before chunks are tokenised or looked for.
-        must_be_whole: whether a piece of a handle is an error.
+            InvalidOption: it does not contain one of ``chunks``.
+            PromptTooLong: it has more tokens than the window.
+            HandleError: there is a window, and something cut a handle in two, or its chunk has been
+                deleted.
         """
         rendered, bodies = self._spelled_out(
-            self.render(prompt, most=most), chunks, made_by, must_be_whole=must_be_whole
+            self.render(prompt, most=window), chunks, made_by, must_be_whole=window is not None
         )
+        ids = self._tokens_of(rendered, window)  # before chunks are tokenised or looked for
         of_store = made_by if chunks is None else None
-        ids = self._tokens_of(rendered, most)
         indexes: list[ChunkIndex] = []
-        named = bodies if chunks is None else [*bodies, *bodies_of(chunks)]
-        if named:
+        given = [] if chunks is None else bodies_of(chunks)
+        if named := [*bodies, *given]:
             if "" in named:
                 raise InvalidOption("an empty chunk was given; chunks must hold text")
             index = MemoryIndex(self._secret)
@@ -222,11 +146,18 @@ class PromptReader:
         if isinstance(prompt, str):  # any other says itself which names of special tokens count
             quoted = self._with_documents_quoted(rendered, indexes, of_store)
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
-        found = []
-        for each in self._runs(ids, indexes, of_store):
-            key, text = ("", each.key) if each.index < len(indexes) else (each.key, None)
-            found.append(PromptChunk(key, each.token_ids, each.runs, text))
-        return ids, found, rendered
+        found = self._runs(ids, indexes, of_store)
+        for chunk in found:
+            if chunk.index < len(indexes):  # whose keys are texts
+                chunk.key, chunk.text = "", chunk.key
+        texts = {chunk.text for chunk in found}
+        for body in given:
+            if body not in texts and body not in rendered.text:
+                raise InvalidOption(
+                    f"chunk {shorten(body)!r} does not occur in the prompt; put the text of every "
+                    "chunk (or its handle) where the model should read it"
+                )
+        return ids, found
 
     def _spelled_out(
         self, rendered: RenderedPrompt, chunks: Sequence[str] | None, made_by: Fingerprint, *,
@@ -279,7 +210,7 @@ class PromptReader:
 
     def _runs(
         self, ids: Sequence[int], indexes: Sequence[ChunkIndex], of_store: Fingerprint | None
-    ) -> list[Occurrence]:
+    ) -> list[PromptChunk]:
         """Chunks of the indexes in a prompt, and of the store with the fingerprint ``of_store``."""
         if of_store is not None:
             try:
@@ -333,8 +264,11 @@ class PromptReader:
         if for_next_prompt and long:
             _FOR_NEXT.set((self, list(long)))
 
-    def _see_announced(self, chunks: Sequence[PromptChunk], must_hold: bool) -> None:
-        """Warn once, or raise, if a prompt contains none of the chunks announced for it."""
+    def see_announced(self, chunks: Sequence[PromptChunk], *, must_hold: bool) -> None:
+        """Warn once if a prompt contains none of the chunks that were announced for it.
+
+        must_hold: raise ChunkNotCached instead.
+        """
         of, announced = _FOR_NEXT.get() or (None, [])
         if of is not self or not announced:
             return

@@ -12,7 +12,7 @@ from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.prompt.reader import PromptChunk
+from samkv_integrations.prompt.layout import PromptChunk
 
 MAX_HELD = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each
@@ -85,7 +85,6 @@ class Resolved(AbstractContextManager["Resolved"]):
                     cache = miss
                 opened[chunk.key] = cache
             if isinstance(cache, CacheMiss):
-                chunk.miss = cache.reason
                 if chunk.text is None or not chunk.is_whole:
                     # an announced text that the prompt holds in part may have been deleted or
                     # changed since; the store knows which texts were not
@@ -149,12 +148,12 @@ class Resolved(AbstractContextManager["Resolved"]):
             try:
                 first.stored = self.hot.open(first.key, self.fingerprint, first.token_ids)
             except CacheMiss as own_miss:
-                first.miss, first.text = own_miss.reason, self._text_of(first.key)
+                first.text = self._text_of(first.key)
                 self._count_miss(first.key, own_miss)
         else:
             self._count_miss(lost.key, miss, len(places))
             for chunk in places:
-                chunk.stored, chunk.miss = None, miss.reason
+                chunk.stored = None
                 if chunk.computed_now:
                     chunk.text = None
                 elif chunk.text is None:

@@ -22,7 +22,7 @@ from samkv_integrations.cache.remote.tier import SharedTier
 from samkv_integrations.cache.store import Store
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
-from samkv_integrations.prompt.layout import Occurrence, find_runs
+from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from tests.contracts.store_contract import StoreContract, chunk_for, read_all, reason
 from tests.support.chunks import TINY
 from tests.support.processes import wait_until
@@ -135,7 +135,7 @@ def fill(store: ChunkStore, n_chunks: int = 1, **options: Any) -> list[Any]:
     return chunks
 
 
-def found(store: ChunkStore, chunks: list[Any]) -> list[Occurrence]:
+def found(store: ChunkStore, chunks: list[Any]) -> list[PromptChunk]:
     prompt = [token for chunk in chunks for token in chunk.token_ids.tolist()]
     return find_runs(prompt, [store.chunk_index(TINY)])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.tool_calls import ToolCall, ToolUse, form_of, of_calls, of_result
+from samkv_integrations.llm.tool_calls import ToolCall, ToolUse, form_of, turn_of
 from samkv_integrations.model.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin
@@ -147,10 +147,10 @@ def test_nesting_without_end() -> None:
 def test_ids_of_other_servers_fit_every_template() -> None:
     """Mistral's template refuses others than nine letters and digits."""
     id = "call_yM7OzUnzrAbCdEfGhIjKlMnO"
-    (called,) = of_calls("", [ToolCall("f", {}, id)])["tool_calls"]
-    assert called["id"] == of_result("", id, None)["tool_call_id"]
+    (called,) = turn_of("ai", "", calls=[ToolCall("f", {}, id)])["tool_calls"]
+    assert called["id"] == turn_of("tool", "", call_id=id)["tool_call_id"]
     assert len(called["id"]) == 9 and called["id"].isalnum()
-    assert of_result("", "yM7OzUnzr", None)["tool_call_id"] == "yM7OzUnzr"
+    assert turn_of("tool", "", call_id="yM7OzUnzr")["tool_call_id"] == "yM7OzUnzr"
 
 
 @pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])

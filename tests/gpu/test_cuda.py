@@ -7,7 +7,7 @@ rehearses without one that no tensors of two devices meet.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -32,9 +32,8 @@ from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import RecomputeNone
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import Fusion
 from samkv_integrations.model.model import Model
-from tests.support.laws import changed
+from tests.support.laws import changed, mixed
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
 
 pytestmark = [
@@ -185,8 +184,8 @@ LAWS = [
         method=replace(METHODS["ape"], attend=ApeAttention(temperature=1.0, scale=1.0)),
         equals="reuse-local",
     ),
-    Law(method=replace(METHODS["recompute"], update=Fusion(weight=1.0)), equals="recompute"),
-    Law(method=replace(METHODS["recompute"], update=Fusion(weight=0.0)), equals="reuse"),
+    Law(method=replace(METHODS["recompute"], update=partial(mixed, 1.0)), equals="recompute"),
+    Law(method=replace(METHODS["recompute"], update=partial(mixed, 0.0)), equals="reuse"),
     Law(method=METHODS["reuse"], equals="reuse", rule=Quest(budget_ratio=1.0)),
 ]
 

@@ -18,7 +18,6 @@ from samkv_integrations.methods.base import (
     ProbedLayer,
     Recompute,
     Select,
-    Selection,
     SelectionInputs,
 )
 from samkv_integrations.methods.cacheblend import CacheblendRecompute
@@ -67,17 +66,13 @@ class TapedSelect(Select):
     def needs(self) -> frozenset[str]:
         return self.part.needs
 
-    @property
-    def probes(self) -> bool:
-        return self.part.probes
-
-    def probe_blocks(self, layout: Layout) -> Tensor:
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
         return self.part.probe_blocks(layout)
 
     def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
         return self.part.score(probed, layout)
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return self.tape.decide(lambda: self.part.choose(scores, inputs, layout))
 
 
@@ -95,8 +90,8 @@ class TapedRecompute(Recompute):
     def check_layer(self) -> int | None:
         return self.part.check_layer
 
-    def choose(self, selection: Selection, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return self.tape.decide(lambda: self.part.choose(selection, inputs, layout))
+    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+        return self.tape.decide(lambda: self.part.choose(kept, inputs, layout))
 
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         return self.tape.decide(lambda: self.part.choose_after(checked, layout))

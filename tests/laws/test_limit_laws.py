@@ -11,6 +11,7 @@ same stored entries know no bits, and hold to 2e-4 with all of them.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -25,14 +26,13 @@ from samkv_integrations.methods.base import (
     Method,
     RecomputeNone,
     SelectAll,
-    Selection,
     Update,
     overwrite,
 )
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import Fusion, SamkvSelect
+from samkv_integrations.methods.samkv import SamkvSelect, fuse
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
 from tests.support.covering import covering
@@ -47,6 +47,7 @@ from tests.support.laws import (
     assert_same_answer,
     changed,
     first_logits,
+    mixed,
     plain_logits,
     shared_engine,
 )
@@ -113,9 +114,8 @@ def test_keeping_and_recomputing_all_is_recompute(engine: Engine, name: str) -> 
 class KeepAll(SamkvSelect):
     """SamKV's probe and inputs, every block kept."""
 
-    def choose(self, scores, inputs, layout) -> Selection:  # noqa: ANN001
-        chosen = super().choose(scores, inputs, layout)
-        return Selection(keep=torch.ones_like(chosen.keep))
+    def choose(self, scores, inputs, layout) -> torch.Tensor:  # noqa: ANN001
+        return torch.ones_like(super().choose(scores, inputs, layout))
 
 
 def test_guided_recomputing_nothing_is_reuse(any_engine: Engine) -> None:
@@ -231,13 +231,13 @@ def test_fusion_with_weight_one_is_overwrite(any_engine: Engine, name: str) -> N
     overwritten, of_overwrite = first_logits(any_engine, PROMPT, CHUNKS, method)
     assert of_overwrite.report.recompute_ratio > 0.1
     fused, query = first_logits(
-        any_engine, PROMPT, CHUNKS, replace(method, update=Fusion(weight=1.0))
+        any_engine, PROMPT, CHUNKS, replace(method, update=partial(mixed, 1.0))
     )
     assert_same_answer(query, fused, overwritten, of_overwrite)
 
 
 def test_fusion_with_weight_zero_is_reuse(any_engine: Engine) -> None:
-    method = replace(METHODS["recompute"], update=Fusion(weight=0.0))
+    method = replace(METHODS["recompute"], update=partial(mixed, 0.0))
     unchanged, _ = first_logits(any_engine, PROMPT, CHUNKS, method)
     reused, _ = first_logits(any_engine, PROMPT, CHUNKS, "reuse")
     torch.testing.assert_close(unchanged, reused, **TOLERANCE)
@@ -312,7 +312,7 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
     _, reuse = first_logits(engine, prompt, CHUNKS[:1], "reuse")
     logits, query = first_logits(engine, prompt, CHUNKS[:1], name)
     assert bool(logits.isfinite().all())
-    keeps_all = not METHODS[name].select.probes
+    keeps_all = METHODS[name].select.keeps_all
     if keeps_all and METHODS[name].attend is None:
         plain = plain_logits(engine.model, query.layout)
         torch.testing.assert_close(logits, plain, **TOLERANCE)
@@ -327,7 +327,7 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
         assert query.report.bytes_read < reuse.report.bytes_read
 
 
-@pytest.mark.parametrize("update", [overwrite, Fusion()])
+@pytest.mark.parametrize("update", [overwrite, fuse])
 def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Update) -> None:
     chunks = [CHUNKS[1], CHUNKS[4]]  # 65 tokens
     for prompt in ("Read:\n\n" + "\n\n".join(chunks) + "\n\nQuestion: why?", chunks[0] + "?"):

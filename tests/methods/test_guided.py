@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from copy import copy
 from unittest.mock import patch
 
 import pytest
@@ -36,7 +36,7 @@ def matched(
             placed.append(Run(len(ids), run.start, run.stop))
             ids += map(ord, chunk[run.start : run.stop])
         parts.append(ChunkPart(runs=tuple(placed), blocks=scheme.of(len(chunk))))
-    layout = Layout.of([*ids, *map(ord, question)], parts, ())
+    layout = Layout([*ids, *map(ord, question)], parts, ())
     free = torch.zeros(layout.n_context, dtype=torch.bool)
     return set(matching_segments(layout, 4, most, free).nonzero()[:, 0].tolist())
 
@@ -89,7 +89,9 @@ def holding(layout: Layout, *tokens: int) -> Layout:
     """The same prompt, these tokens of whose context are the question's."""
     ids = layout.token_ids.clone()
     ids[layout.context_positions[list(tokens)]] = 5
-    return replace(layout, token_ids=ids)
+    asked = copy(layout)
+    asked.token_ids = ids
+    return asked
 
 
 def test_first_tokens_are_a_count_of_each_chunk() -> None:

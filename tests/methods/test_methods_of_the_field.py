@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,7 +28,6 @@ from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
     RecomputeNone,
     SelectAll,
-    Selection,
     SelectionInputs,
     overwrite,
 )
@@ -37,12 +36,12 @@ from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import Fusion, SamkvRecompute, SamkvSelect
+from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect, fuse
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
 from tests.support.chunks import cache_of, decoded
 from tests.support.covering import covering
-from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits
+from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits, mixed
 from tests.support.layouts import layout_of
 from tests.support.models import FAMILIES, tiny_model, turned
 
@@ -181,7 +180,7 @@ def test_epic_by_hand() -> None:
 
     def rows(first: int) -> set[int]:
         found = EpicRecompute(first=first).choose(
-            Selection(keep=keep), SelectionInputs(n_layers=1), layout
+            keep[:, layout.block_of_token], SelectionInputs(n_layers=1), layout
         )
         return sets(found)[0]
 
@@ -211,7 +210,7 @@ def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     inputs = SelectionInputs(n_layers=1, block_means=means)
     select = MultiInfllmSelect(max_kept_ratio=0.5)
     anchors = {0, 8, 9, 10, 18, 19, 20, 28, 29}
-    keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
+    keep = select.choose(torch.ones(1, 1, 1), inputs, layout)
     assert sets(keep) == [anchors | {3, 6, 14, 17, 22, 24}]
     assert torch.equal(select.probe_blocks(layout), layout.is_anchor)
 
@@ -271,7 +270,6 @@ def test_ape_reads_its_shared_prefix_once() -> None:
         (GuidedRecompute, "first", None, "whole number"),
         (GuidedRecompute, "first", 1.5, "whole number"),
         (GuidedRecompute, "small_context", -1, "0 or more"),
-        (Fusion, "weight", 1.5, "between 0 and 1"),
     ],
 )
 def test_bad_options_name_the_value_and_what_is_allowed(
@@ -311,8 +309,8 @@ def test_a_choice_without_layers_is_an_error() -> None:
             return super().choose(*given)[0]
 
     class FlatSelect(SelectAll):
-        def choose(self, *given: Any) -> Selection:
-            return Selection(keep=super().choose(*given).keep[0])
+        def choose(self, *given: Any) -> torch.Tensor:
+            return super().choose(*given)[0]
 
     for part, flat in (("recompute", Flat()), ("select", FlatSelect())):
         method = replace(METHODS["reuse"], name="flat", **{part: flat})
@@ -337,7 +335,7 @@ recomputations = st.one_of(
     st.builds(CacheblendRecompute, ratio=share, layer=st.integers(0, 5)),
     st.builds(A3Recompute, ratio=share, layer=st.integers(0, 5)),
     st.builds(EpicRecompute, first=st.integers(0, 40)),
-    st.builds(SamkvRecompute, anchors=st.booleans(), outliers=st.booleans()),
+    st.just(SamkvRecompute()),
     st.builds(
         GuidedRecompute,
         first=st.integers(0, 5),
@@ -352,7 +350,7 @@ methods = st.builds(
     summary=st.just("-"),
     select=selections,
     recompute=recomputations,
-    update=st.one_of(st.just(overwrite), st.builds(Fusion, weight=st.none() | share)),
+    update=st.one_of(st.just(overwrite), st.just(fuse), st.builds(partial, st.just(mixed), share)),
     positions=st.sampled_from(("global", "local")),
     attend=st.none()
     | st.builds(ApeAttention, temperature=st.floats(0.05, 20), scale=st.floats(0, 3)),

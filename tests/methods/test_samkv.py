@@ -20,14 +20,14 @@ from samkv_integrations.methods.base import (
     Method,
     ProbedLayer,
     RecomputeNone,
-    Selection,
     SelectionInputs,
 )
+from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.methods.samkv import (
-    Fusion,
     SamkvRecompute,
     SamkvSelect,
+    fuse,
     personalise,
     selected_share,
 )
@@ -104,7 +104,7 @@ def test_the_best_shares_of_chunks_compete(cap: float | None, chosen: set[int]) 
         block_max=torch.tensor([[1, 11]]), block_min=torch.tensor([[7, 12]]), stable_layers=(0,),
     )  # fmt: skip
     select = SamkvSelect(max_kept_ratio=cap, bias=False)
-    keep = select.choose(torch.ones(1, 1, 1), inputs, layout).keep
+    keep = select.choose(torch.ones(1, 1, 1), inputs, layout)
     assert keep.device.type == "cpu"
     assert sets(keep) == [{0, 8, 9, 10, 18, 19} | chosen]
 
@@ -128,11 +128,8 @@ def test_anchors_and_outliers_of_kept_blocks_are_recomputed() -> None:
     outliers[0, [5, 9, 14]] = True
     inputs = SelectionInputs(n_layers=1, outliers=outliers)
     anchors = {*range(4), *range(20, 24)}
-    for parts, expected in (
-        ({}, {5, 14} | anchors), ({"anchors": False}, {5, 14}), ({"outliers": False}, anchors),
-    ):  # fmt: skip
-        rows = SamkvRecompute(**parts).choose(Selection(keep=keep), inputs, layout)
-        assert sets(rows) == [expected]
+    rows = SamkvRecompute().choose(keep[:, layout.block_of_token], inputs, layout)
+    assert sets(rows) == [{5, 14} | anchors]
 
 
 @pytest.mark.parametrize(
@@ -151,10 +148,11 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
 ) -> None:
     blocks, n = BlockScheme(size=4).of(20), len(first)
     parts = [ChunkPart.whole(blocks, n), ChunkPart.whole(blocks, n + 20)]
-    layout = Layout.of([*first, *(9,) * 40, 5], parts, prefix)
+    layout = Layout([*first, *(9,) * 40, 5], parts, prefix)
     assert layout.exact.tolist() == [exact, False]
-    selection = Selection(keep=torch.ones(1, 10, dtype=torch.bool))
-    rows = SamkvRecompute(outliers=False).choose(selection, SelectionInputs(n_layers=1), layout)
+    kept = torch.ones(1, 40, dtype=torch.bool)
+    inputs = SelectionInputs(n_layers=1, outliers=torch.zeros_like(kept))
+    rows = SamkvRecompute().choose(kept, inputs, layout)
     anchors = [True] * 4 + [False] * 8 + [True] * 8
     assert rows[0, 20:].tolist() == anchors
     assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
@@ -165,9 +163,9 @@ def test_fusion_mixes_in_float32_and_returns_the_dtype_of_the_new_entries() -> N
     generator = torch.Generator().manual_seed(0)
     cached = torch.randn(50, 2, 16, generator=generator).bfloat16()
     fresh = (cached + 0.5 * torch.randn(50, 2, 16, generator=generator)).bfloat16()
-    fused = Fusion()(cached, fresh)
+    fused = fuse(cached, fresh)
     assert fused.dtype == torch.bfloat16
-    exact = Fusion()(cached.float(), fresh.float())
+    exact = fuse(cached.float(), fresh.float())
     assert torch.equal(fused, exact.bfloat16())
 
 
@@ -175,8 +173,7 @@ def test_equation_4_weighs_each_token_by_its_own_cosine() -> None:
     cached = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     computed = torch.tensor([[[0.0, 1.0]], [[2.0, 0.0]]])
     # orthogonal: theta 0, the old entry stays; parallel: theta 1, the new entry replaces it
-    assert Fusion()(cached, computed).tolist() == [[[1.0, 0.0]], [[2.0, 0.0]]]
-    assert Fusion(weight=0.25)(cached, computed).tolist() == [[[0.75, 0.25]], [[1.25, 0.0]]]
+    assert fuse(cached, computed).tolist() == [[[1.0, 0.0]], [[2.0, 0.0]]]
 
 
 CHUNKS = ["abcdefgh " * 9, "one two three\n" * 5, "shorter than the rest", "x y z w " * 6]
@@ -229,7 +226,7 @@ def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> N
 class Watching(SamkvSelect):
     """SamKV's choice, which notes down what it was given."""
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Selection:
+    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         SEEN.append((scores, inputs))
         return super().choose(scores, inputs, layout)
 
@@ -291,7 +288,7 @@ def test_no_more_is_read_than_the_method_needs(engine: Engine) -> None:
     assert SEEN[0][1].local_query is None and SEEN[0][1].anchor_mean is not None
     SEEN.clear()
     nothing = replace(METHODS["samkv-overwrite"], select=Watching(middle=False),
-                      recompute=SamkvRecompute(outliers=False))  # fmt: skip
+                      recompute=RecomputeAll())  # fmt: skip
     asked = run(engine, nothing)
     ((scores, inputs),) = SEEN
     given = {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from samkv_integrations.errors import StoreError
-from samkv_integrations.prompt.layout import Occurrence, Run, find_runs
+from samkv_integrations.prompt.layout import PromptChunk, Run, find_runs
 from tests.support.chunks import TINY
 from tests.support.stores import Files
 
@@ -49,7 +49,7 @@ def entry(number: int, chunk: Sequence[int], namespace: str = "") -> Entry:
     )  # fmt: skip
 
 
-def runs(found: Sequence[Occurrence]) -> list[tuple[int, int, int, int]]:
+def runs(found: Sequence[PromptChunk]) -> list[tuple[int, int, int, int]]:
     return [
         (int(each.key, 16), run.position, run.start, run.stop)
         for each in found
@@ -57,7 +57,7 @@ def runs(found: Sequence[Occurrence]) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def assert_equal_ids(prompt: Sequence[int], found: Sequence[Occurrence]) -> None:
+def assert_equal_ids(prompt: Sequence[int], found: Sequence[PromptChunk]) -> None:
     """Every run is one, long enough, and no id of the prompt is in two of them."""
     taken: set[int] = set()
     for each in found:

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.methods.base import Positions, ProbedLayer, Update, overwrite
-from samkv_integrations.methods.samkv import Fusion
+from samkv_integrations.methods.samkv import fuse
 from samkv_integrations.model.families import Rotation
 from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from tests.support.chunks import TINY, decoded, random_chunk
+from tests.support.laws import mixed
 from tests.support.models import turned
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
@@ -122,7 +123,7 @@ def case_of(
             block_of += [numbers.setdefault(place, len(numbers)) for place in places]
         start += len(piece.ids)
     scheme = BlockScheme(size=BLOCK)
-    layout = Layout.of(
+    layout = Layout(
         [token for piece in pieces for token in piece.ids],
         [
             ChunkPart(runs=tuple(of_chunk), blocks=scheme.of(length))
@@ -340,6 +341,6 @@ def assert_equal(done: Blended, expected: Reference, case: Case) -> None:
 
 UPDATES: list[tuple[Update, float | None | str]] = [
     (overwrite, "overwrite"),
-    (Fusion(), None),
-    (Fusion(weight=0.3), 0.3),
+    (fuse, None),
+    (partial(mixed, 0.3), 0.3),
 ]

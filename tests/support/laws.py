@@ -59,6 +59,13 @@ def assert_same_answer(query: Asked, logits: Tensor, expected: Tensor, other: As
 
 WITH_BITS = [*((family, 16) for family in FAMILIES), ("llama", 4), ("qwen3", 4), ("qwen2", 8)]
 """Every family, and entries of few bits."""
+
+
+def mixed(weight: float, cached: Tensor, computed: Tensor) -> Tensor:
+    """An update rule of a constant weight: 1 is `overwrite`, 0 keeps the cached entry."""
+    return torch.lerp(cached.float(), computed.float(), weight).to(computed.dtype)
+
+
 WHOLE_IS_FASTER = CostModel(layer_s=1.0, token_s=0.0, pair_s=0.0, entry_s=1.0, read_s=1.0)
 """With which ``auto`` is full prefill, so that no law hangs on an estimate that is nearly even."""
 

@@ -19,4 +19,4 @@ def layout_of(
     for n in lengths:
         chunks.append(ChunkPart.whole(scheme.of(n), len(ids)))
         ids += [9] * n
-    return Layout.of([*ids, *[5] * question], chunks, (1,))
+    return Layout([*ids, *[5] * question], chunks, (1,))
