@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
+
+import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.engine.options import OwnEngineOptions
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -31,52 +33,96 @@ def words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """The methods called ``names``, with ``settings`` in those that have such an option.
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """The options that say how questions are answered."""
 
-    Settings without a name are of the default method. Without both the list is empty, and the
-    engine chooses.
+    method: str | None = None
+    """See 'samkv methods'. Default: as tuned, else auto."""
+    settings: Annotated[list[str] | None, typer.Option("--set")] = None
+    """An option of the method, NAME=VALUE."""
+    eviction: str | None = None
+    """How an answer evicts KV entries, or none. See 'samkv methods'."""
+    eviction_budget: float | None = None
+    """Share of the prompt's KV entries that eviction keeps."""
 
-    Raises:
-        UnknownOption: a method does not exist, or none of them has such an option.
-        InvalidOption: a value has the wrong type, or is out of range.
-    """
-    from samkv_integrations.methods import DEFAULT_METHOD, get_method
-    from samkv_integrations.methods.base import option_names, with_option
+    def methods(self, compare: Sequence[str] = ()) -> list[Method]:
+        """The methods of ``compare``, else the given one, with the settings that each has.
 
-    if settings and not names:
-        names = [DEFAULT_METHOD]
-    methods = [get_method(name) for name in names]
-    for setting in settings:
-        name = setting.partition("=")[0]
-        known = {option for method in methods for option in option_names(method)}
-        if name not in known:
-            raise UnknownOption.among(f"option of {', '.join(names)}", name, known or {"none"})
-        methods = [
-            with_option(method, setting) if name in option_names(method) else method
-            for method in methods
-        ]
-    return methods
+        Settings without a name are of the default method. Without both the list is empty, and the
+        engine chooses.
+
+        Raises:
+            UnknownOption: a method does not exist, or none of them has such an option.
+            InvalidOption: a value has the wrong type, or is out of range.
+        """
+        from samkv_integrations.methods import DEFAULT_METHOD, get_method
+        from samkv_integrations.methods.base import option_names, with_option
+
+        default = self.method or (DEFAULT_METHOD if self.settings else None)
+        methods = [get_method(name) for name in compare or filter(None, [default])]
+        for setting in self.settings or ():
+            name = setting.partition("=")[0]
+            known = {option for method in methods for option in option_names(method)}
+            if name not in known:
+                called = ", ".join(method.name for method in methods)
+                raise UnknownOption.among(f"option of {called}", name, known or {"none"})
+            methods = [
+                with_option(method, setting) if name in option_names(method) else method
+                for method in methods
+            ]
+        return methods
+
+    @property
+    def chosen(self) -> Method | None:
+        """The given method; None for the engine's. Raises as `methods` does."""
+        return next(iter(self.methods()), None)
+
+    @property
+    def rule(self) -> Eviction | str | None:
+        """The given eviction with the given budget; None and "none" as they are.
+
+        Raises:
+            UnknownOption: the eviction does not exist.
+            InvalidOption: the budget is out of range, or there is no eviction.
+        """
+        from samkv_integrations.eviction import get_eviction, with_budget
+
+        rule, budget = get_eviction(self.eviction), self.eviction_budget
+        if budget is None:
+            return rule or self.eviction
+        if rule is None:
+            raise InvalidOption(
+                f"an eviction budget of {budget} without an eviction; name one, or leave the "
+                "budget out"
+            )
+        return with_budget(rule, budget)
 
 
-def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
-    """The eviction called ``name``, with ``budget_ratio`` if given; None and "none" as they are.
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """The options that say which chunks a question is asked about, and how."""
 
-    Raises:
-        UnknownOption: the eviction does not exist.
-        InvalidOption: the budget is out of range, or there is no eviction.
-    """
-    from samkv_integrations.eviction import get_eviction, with_budget
+    collection: str | None = None
+    """Name of the Chroma collection. Default: the only one, or documents."""
+    top_k: Annotated[int, typer.Option(min=1)] = 4
+    """Chunks to retrieve."""
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1)] = 64
+    """Most tokens of the answer."""
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat")] = None
+    """Use the model's chat template. Default: yes, except for 'builtin'."""
 
-    rule = get_eviction(name)
-    if budget_ratio is None:
-        return rule or name
-    if rule is None:
-        raise InvalidOption(
-            f"an eviction budget of {budget_ratio} without an eviction; name one, or leave the "
-            "budget out"
-        )
-    return with_budget(rule, budget_ratio)
+
+@dataclass(frozen=True, kw_only=True)
+class Asking(Retrieval):
+    """A question, and the options that say which chunks it is asked about, and how."""
+
+    question: Annotated[str, typer.Argument(metavar="QUESTION")]
+    """What to ask."""
+
+    def __post_init__(self) -> None:
+        if not self.question.strip():
+            raise EmptyInput("the question is empty; say what to ask")
 
 
 def use_threads_for(model: str) -> None:
@@ -105,11 +151,16 @@ class Index:
 
     folder: args.Folder = Path(".samkv")
     chroma: args.ChromaServer = None
-    model: args.SameModel = None
+    model: str | None = None
+    """A hub id, a folder, a GGUF file, 'smollm2' or 'builtin'. Default: as ingested, else
+    builtin."""
     device: args.Device = "auto"
-    dtype: args.SameDtype = None
+    dtype: str | None = None
+    """auto, float32, bfloat16, float16. Default: as ingested, else auto."""
     weights: args.Weights = "auto"
-    store_bits: args.StoreBits = None
+    store_bits: int | None = None
+    """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype. Default: as ingested,
+    else as tuned, else 4."""
     namespace: args.Namespace = ""
     remote: args.Remote = None
 
@@ -167,6 +218,23 @@ class Index:
 
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
+
+    def collection(self, given: str | None) -> str:
+        """The name of the collection: the given one, else the only one, else ``documents``.
+
+        Raises InvalidOption if there is no database, before anything slow is imported.
+        """
+        if self.chroma is None and not self.folder.is_dir():
+            raise InvalidOption(
+                f"{self.folder} does not exist; give the --dir that 'samkv ingest' used"
+            )
+        names = [] if given else self.database.names()
+        return given or (names[0] if len(names) == 1 else "documents")
+
+    def link(self, collection: str | None, **options: Unpack[OwnEngineOptions]) -> ChromaLink:
+        """One collection, see `collection` and `links`."""
+        (link,) = self.links([self.collection(collection)], **options)
+        return link
 
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.

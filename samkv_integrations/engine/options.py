@@ -252,11 +252,9 @@ class OwnAnswerOptions(TypedDict, total=False):
     ]  # fmt: skip
     """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with
     finish_reason 'length'. Needs the extra 'structured'."""
-    timeout: Annotated[
-        float | None, Option(default=None, unset="no limit", check=check_timeout, flag=False)
-    ]
+    timeout: Annotated[float | None, Option(default=None, unset="no limit", check=check_timeout)]
     """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
-    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss, flag=False)]
+    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss)]
     """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
     only where that takes no longer than full prefill), 'text' (compute it with the rest of the
     prompt, keep nothing) or 'error'."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import formatting
+from samkv_integrations.chroma.client import Database
 from tests.cli.running import error_of, ran
 
 
@@ -26,15 +27,29 @@ def test_the_package_is_the_command(
     assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {formatting.version()}\n")
 
 
-def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
-    """They take seconds to import: each command imports what it computes with."""
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--help",), 0),
+        (("ask", "Who?", "--fast"), 2),
+        (("ask", "Who?", "--dir", "nowhere"), 2),
+        (("ask", " "), 2),
+        (("ingest", "nothing.txt"), 2),
+        (("tune", "--questions", "nothing.jsonl"), 2),
+    ],
+)
+def test_neither_the_help_nor_a_refusal_waits_for_torch(
+    arguments: tuple[str, ...], code: int
+) -> None:
+    """Torch and transformers take seconds to import: each command imports what it uses."""
     script = (
-        "import sys; sys.argv = ['samkv', '--help']; from samkv_integrations.cli.app import main\n"
+        f"import sys; sys.argv = {['samkv', *arguments]}\n"
+        "from samkv_integrations.cli.app import main\n"
         "try: main()\n"
         "finally: print({'torch', 'transformers', 'chromadb'} & sys.modules.keys())"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == code, found.stderr
     assert found.stdout.endswith("set()\n")
 
 
@@ -43,7 +58,7 @@ def test_the_help_waits_for_neither_torch_nor_transformers() -> None:
     [
         (
             ("ask", "--fast"),
-            "No such option: --fast (Possible options: --chat, --set); next step: samkv ask",
+            "--fast (Possible options: --chat, --draft, --set); next step: samkv ask",
         ),
         (("ask",), "Missing argument 'QUESTION'; next step: samkv ask --help"),
         (("ask", "a", "b"), "extra argument(s) (b); next step: samkv ask --help"),
@@ -62,23 +77,20 @@ def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expecte
     ("arguments", "expected"),
     [
         (("doctor", "--dtype", "float8"), "--dtype 'float8'; allowed: auto, float32, bfloat16"),
-        (("ingest", "nothing.txt"), "nothing.txt does not exist"),
+        (
+            ("ingest", "nothing.txt"),
+            "'nothing.txt' does not exist",
+        ),
         (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
         (("ingest", "hollow"), "no document (.md, .txt, .csv"),
         (("ingest", "blank"), "no text in 1 document; give some with"),
         (("ingest", "town", "--chunk-size", "0"), "Invalid value for '--chunk-size'"),
         (("ingest", "town", "--collection", "?"), "'?'"),
-        (("ingest", "nothing.txt", "--collection", "no name"), "collection name 'no name'"),
-        (("ask", "Who?", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
-        (("tune", "--questions", "missing.jsonl"), "missing.jsonl does not exist"),
+        (("ingest", "town", "--collection", "no name"), "collection name 'no name'"),
+        (("ask", "Who?", "--dir", "nowhere"), "nowhere does not exist; give the --dir that"),
+        (("tune", "--questions", "missing.jsonl"), "'missing.jsonl' does not exist"),
         (("tune", "--questions", "hollow/none.jsonl"), "holds no question"),
         (("tune", "--questions", "town/breltech-shipping.txt"), "breltech-shipping.txt, line 1"),
-        (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
-        (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
-        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.first"),
-        (("ask", "Who?", "--set", "recompute.first=many"), "'many' is not a whole number"),
-        (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
-        (("ask", "Who?", "--set", "recompute.first=-1"), "it must be 0 or more"),
         (("ingest", "town", "--store-bits", "3"), "--store-bits 3; allowed: 4, 8, 16"),
         (("store", "stats", "--dir", "nowhere"), "nowhere/kv does not exist"),
         (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
@@ -94,6 +106,24 @@ def test_mistakes(
     (working_folder / "hollow/none.jsonl").write_text("\n")
     (working_folder / "blank").mkdir()
     (working_folder / "blank/blank.txt").write_text(" \n")
+    assert expected in error_of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
+        (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
+        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.first"),
+        (("ask", "Who?", "--set", "recompute.first=many"), "'many' is not a whole number"),
+        (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
+        (("ask", "Who?", "--set", "recompute.first=-1"), "it must be 0 or more"),
+    ],
+)
+def test_mistakes_about_methods(
+    working_folder: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    Database(working_folder / ".samkv/chroma").collection("documents", create=True)
     assert expected in error_of(*arguments)
 
 
