@@ -24,7 +24,7 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import EngineRef, known_arguments
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument
@@ -106,6 +106,7 @@ class SamKVChroma(Chroma):
         ```
     """
 
+    @known_arguments
     def __init__(
         self,
         collection_name: str = DEFAULT_NAME,
