@@ -23,9 +23,7 @@ from samkv_integrations.errors import (
     shown,
 )
 
-_TOO_LATE = (
-    "the answer was not complete within the server's --timeout; ask for fewer tokens, or ask later"
-)
+_TOO_LATE = "the answer was not complete within its timeout; ask for fewer tokens, or ask later"
 _STORE = (
     "the server's store of chunk caches failed; its log says how, under the x-request-id of this "
     "response"

@@ -223,7 +223,9 @@ class Service:
                 window = engine.model.context_window
                 n_tokens = await off_loop(engine.count_tokens, prompt, most=window)
                 most = max(1, min(self.settings.most_tokens, window - n_tokens))
-            given = options | {"max_new_tokens": most, "timeout": self.settings.timeout_s}
+            ends = [options.get("timeout"), self.settings.timeout_s]
+            timeout = min((each for each in ends if each is not None), default=None)
+            given = options | {"max_new_tokens": most, "timeout": timeout}
             return await engine.astream(prompt, chunks, **given)
 
         async def whole() -> Answer:
