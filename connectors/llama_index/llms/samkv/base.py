@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.types import Model, PydanticProgramMode
+from llama_index.core.types import PydanticProgramMode
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -73,6 +74,23 @@ _NEEDS_ENGINE = "needs_engine"
 _T = TypeVar("_T")
 _Made = Callable[[CompletionResponse, ToolAnswer], _T]
 """Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
+
+
+def _with_schema(name: str) -> Callable[..., Any]:
+    """LlamaIndex's method ``name``, whose answer keeps to the schema of its class."""
+    method = getattr(FunctionCallingLLM, name)
+
+    @wraps(method)
+    def predict(
+        self: SamKVLLM, output_cls: type[BaseModel], prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any,
+    ) -> Any:  # noqa: ANN401  # fmt: skip
+        given = llm_kwargs or {}
+        if self.pydantic_program_mode == PydanticProgramMode.LLM:
+            given = {"json_schema": output_cls.model_json_schema(), **given}
+        return method(self, output_cls, prompt, given, **prompt_args)
+
+    return predict
 
 
 class SamKVLLM(LocalLLM, FunctionCallingLLM):
@@ -368,65 +386,21 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     # -- objects ----------------------------------------------------------------------------
 
-    def structured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Model:
-        """An object of ``output_cls``; llm_kwargs: options of the call.
+    structured_predict = _with_schema("structured_predict")
+    """An object of ``output_cls``; llm_kwargs: options of the call.
 
-        LlamaIndex writes the schema into the prompt, and each token of the answer conforms to it.
-        With ``pydantic_program_mode`` ``function`` the answer is a call of a tool instead.
+    LlamaIndex writes the schema into the prompt, and each token of the answer conforms to it. With
+    ``pydantic_program_mode`` ``function`` the answer is a call of a tool instead.
 
-        Raises:
-            AnswerCut: the answer reached max_new_tokens before it was complete.
-            InvalidOption: the schema of the class cannot be decided token by token.
-            MissingExtra: llguidance is not installed.
-        """
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        found: Model = super().structured_predict(output_cls, prompt, kwargs, **prompt_args)
-        return found
-
-    async def astructured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Model:
-        """Like `structured_predict`, off the event loop."""
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        found: Model = await super().astructured_predict(output_cls, prompt, kwargs, **prompt_args)
-        return found
-
-    def _structured_stream_call(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Generator[Any]:
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        return super()._structured_stream_call(output_cls, prompt, kwargs, **prompt_args)
-
-    async def _structured_astream_call(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> AsyncGenerator[Any]:
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        return await super()._structured_astream_call(output_cls, prompt, kwargs, **prompt_args)
-
-    def _with_schema(
-        self, output_cls: type[BaseModel], given: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if self.pydantic_program_mode != PydanticProgramMode.LLM:
-            return given or {}
-        return {"json_schema": output_cls.model_json_schema(), **(given or {})}
+    Raises:
+        AnswerCut: the answer reached max_new_tokens before it was complete.
+        InvalidOption: the schema of the class cannot be decided token by token.
+        MissingExtra: llguidance is not installed.
+    """
+    astructured_predict = _with_schema("astructured_predict")
+    """Like `structured_predict`, off the event loop."""
+    _structured_stream_call = _with_schema("_structured_stream_call")
+    _structured_astream_call = _with_schema("_structured_astream_call")
 
     # -- tools ------------------------------------------------------------------------------
 
