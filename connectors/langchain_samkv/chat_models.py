@@ -232,8 +232,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         for name in kwargs:
             known = ("schema", "method", "include_raw", "strict")
             raise UnknownOption.among("argument of with_structured_output", name, known)
-        if method not in _METHODS:
-            raise InvalidOption(f"method={method!r}; allowed: {', '.join(_METHODS)}")
+        InvalidOption.unless_among("method", method, _METHODS)
         if method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw)
         llm = self.bind(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -64,7 +63,7 @@ class SamKVChroma(Chroma):
     not show it; `get` returns records as they are stored.
 
     Documents are refused before anything is computed or written if they hold no text, exceed the
-    model's context window, are images, or have metadata that Chroma does not accept.
+    model's context window, or have metadata that Chroma does not accept.
 
     Args:
         collection_name, persist_directory, client, ...: all others are those of `Chroma`. Without
@@ -181,14 +180,13 @@ class SamKVChroma(Chroma):
             show_progress=self.show_progress,
         )  # fmt: skip
 
-    def __copy__(self) -> SamKVChroma:
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SamKVChroma:
         """A copy that shares the collection and the engine."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SamKVChroma:
-        return copy.copy(self)
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> NoReturn:
         """Raises InvalidOption: a pickle can hold neither a database nor a model."""
@@ -348,17 +346,6 @@ class SamKVChroma(Chroma):
         with chroma_errors(f"Chroma cannot make collection {self._collection_name!r} again"):
             super().reset_collection()
         self._link = ChromaLink(self._collection, self._engine)
-
-    def add_images(
-        self,
-        uris: list[str],
-        metadatas: list[dict[str, Any]] | None = None,
-        ids: list[str] | None = None,
-    ) -> NoReturn:
-        """Raises InvalidOption: images have no text to cache."""
-        raise InvalidOption(
-            "images have no chunk caches; keep them in a collection of their own, with Chroma"
-        )
 
 
 class _NoEmbedding(Embeddings):

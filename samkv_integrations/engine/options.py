@@ -69,16 +69,14 @@ def check_prefix(prefix: object) -> None:
             f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
             "ingest again"
         )
-    if prefix not in get_args(PrefixPolicy):
-        raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
+    InvalidOption.unless_among("prefix", prefix, get_args(PrefixPolicy))
 
 
 def check_on_miss(on_miss: str) -> None:
     """Raises InvalidOption if ``on_miss`` is nothing that can be done for a missed chunk."""
     from samkv_integrations.prompt.resolve import OnMiss
 
-    if on_miss not in get_args(OnMiss):
-        raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
+    InvalidOption.unless_among("on_miss", on_miss, get_args(OnMiss))
 
 
 def check_timeout(timeout: Any) -> None:  # noqa: ANN401
