@@ -132,10 +132,7 @@ class SamKVDocumentCompressor(WithEngine, BaseDocumentCompressor):
     on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
 
     def compress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str = "",
-        callbacks: Callbacks | None = None,
+        self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         """Announce the documents; returns as many, in the same order.
 

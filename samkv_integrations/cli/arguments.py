@@ -180,8 +180,7 @@ ChromaServer = Annotated[
     typer.Option("--chroma", metavar="URL", help="Chroma server of the records, http://HOST:PORT."),
 ]
 Namespace = Annotated[
-    str,
-    typer.Option(help="Namespace of the caches; records have none: name another --collection."),
+    str, typer.Option(help="Namespace of the caches; records have none: name another --collection.")
 ]
 Remote = Annotated[
     str | None,

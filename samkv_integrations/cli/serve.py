@@ -9,12 +9,7 @@ from typing import Annotated
 
 import typer
 
-from samkv_integrations.cli.loading import (
-    Answering,
-    Index,
-    require_own_records,
-    use_threads_for,
-)
+from samkv_integrations.cli.loading import Answering, Index, require_own_records, use_threads_for
 from samkv_integrations.engine.options import (
     EngineOptions,
     OwnAnswerOptions,

@@ -431,8 +431,7 @@ class ResponseRequest(AskedInChat):
 
     tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = []
     input: Annotated[
-        Messages,
-        BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]),
+        Messages, BeforeValidator(_as_messages, json_schema_input_type=str | list[Message])
     ]
     instructions: str | None = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, alias="max_output_tokens")] = None
