@@ -63,7 +63,7 @@ class SamKVChroma(Chroma):
     not show it; `get` returns records as they are stored.
 
     Documents are refused before anything is computed or written if they hold no text, exceed the
-    model's context window, or have metadata that Chroma does not accept.
+    model's context window, are images, or have metadata that Chroma does not accept.
 
     Args:
         collection_name, persist_directory, client, ...: all others are those of `Chroma`. Without
@@ -346,6 +346,17 @@ class SamKVChroma(Chroma):
         with chroma_errors(f"Chroma cannot make collection {self._collection_name!r} again"):
             super().reset_collection()
         self._link = ChromaLink(self._collection, self._engine)
+
+    def add_images(
+        self,
+        uris: list[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        ids: list[str] | None = None,
+    ) -> NoReturn:
+        """Raises InvalidOption: images have no text to cache."""
+        raise InvalidOption(
+            "images have no chunk caches; keep them in a collection of their own, with Chroma"
+        )
 
 
 class _NoEmbedding(Embeddings):
