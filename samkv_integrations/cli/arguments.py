@@ -175,15 +175,4 @@ Folder = Annotated[
     typer.Option("--dir", resolve_path=True, help="Folder of the collections and chunk caches."),
 ]
 Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
-ChromaServer = Annotated[
-    str | None,
-    typer.Option("--chroma", metavar="URL", help="Chroma server of the records, http://HOST:PORT."),
-]
-Namespace = Annotated[
-    str, typer.Option(help="Namespace of the caches; records have none: name another --collection.")
-]
-Remote = Annotated[
-    str | None,
-    typer.Option(envvar="SAMKV_REMOTE", help="Where machines share caches: s3://BUCKET/PREFIX."),
-]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]

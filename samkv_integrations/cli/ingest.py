@@ -19,11 +19,10 @@ from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import (
+    Collections,
     Index,
     Ingested,
     remember,
-    require_own_records,
-    store_in,
     use_threads_for,
 )
 from samkv_integrations.documents import SUFFIXES, read_document
@@ -249,21 +248,19 @@ class _StoreAlone:
 
 
 def remove(
-    paths: RemovedPaths, collection: args.Collection = "documents",
-    folder: args.Folder = Path(".samkv"), chroma: args.ChromaServer = None,
-    namespace: args.Namespace = "", remote: args.Remote = None, as_json: args.Json = False,
+    paths: RemovedPaths, where: Collections, collection: args.Collection = "documents",
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Delete the records of documents, and the caches that no other record uses.
 
     Loads no model. The files stay, and need not exist.
     """
-    from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import Records
 
-    database = Database(folder / "chroma", chroma)
-    opened, store = database.collection(collection), store_in(folder, namespace, remote)
-    require_own_records(folder, namespace, database, [collection])
+    database = where.database
+    opened, store = database.collection(collection), where.store()
+    where.require_own_records(database, [collection])
     wanted = {path.resolve() for path in paths}  # as in the records
     matched, sources, ids = set[Path](), set[str](), list[str]()
     for id_, source in Records(opened).sources():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -143,14 +143,88 @@ class Ingested:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class Caches:
+    """The options that say where chunk caches are."""
+
+    folder: args.Folder = Path(".samkv")
+    namespace: str = ""
+    """Namespace of the caches. Records have none: use another --collection as well."""
+    remote: Annotated[str | None, typer.Option(envvar="SAMKV_REMOTE")] = None
+    """Where machines share chunk caches: s3://BUCKET/PREFIX."""
+
+    def store(self, *, is_new: bool = True) -> ChunkStore:
+        """The store of ``samkv ingest --dir``.
+
+        is_new: whether to create it if there is a remote tier.
+
+        Raises InvalidOption if it does not exist.
+        """
+        path = self.folder / "kv"
+        if not path.is_dir() and not (self.remote and is_new):
+            raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+
+        from samkv_integrations.cache.disk import ChunkStore
+
+        return ChunkStore(path, namespace=self.namespace, remote=self.remote)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collections(Caches):
+    """The options that say where chunk caches and the records of documents are."""
+
+    chroma: Annotated[str | None, typer.Option("--chroma", metavar="URL")] = None
+    """Chroma server with the records, http://HOST:PORT."""
+
+    @property
+    def database(self) -> Database:
+        """The Chroma database. Raises InvalidOption if it cannot be opened."""
+        from samkv_integrations.chroma.client import Database
+
+        return Database(self.folder / "chroma", self.chroma)
+
+    def collection(self, given: str | None) -> str:
+        """The name of the collection: the given one, else the only one, else ``documents``.
+
+        Raises InvalidOption if there is no database, before anything slow is imported.
+        """
+        if self.chroma is None and not self.folder.is_dir():
+            raise InvalidOption(
+                f"{self.folder} does not exist; give the --dir that 'samkv ingest' used"
+            )
+        names = [] if given else self.database.names()
+        return given or (names[0] if len(names) == 1 else "documents")
+
+    def require_own_records(self, database: Database, names: Sequence[str]) -> None:
+        """Raises InvalidOption if all records of a collection have caches in another namespace.
+
+        Otherwise its texts would be cached again, in this namespace. Without caches all is well.
+        """
+        from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
+        from samkv_integrations.chroma.records import Records
+
+        if not (self.folder / "kv").is_dir():
+            return
+        places = replace(self, remote=None).store().index.places(None, PRESENT, EVICTED, LOST)
+        own = {key for _, key, space in places if space == self.namespace}
+        others = {key: space for _, key, space in places if space != self.namespace}
+        for name in names if others else ():
+            keys = Records(database.collection(name)).keys()
+            found = sorted({others[key] for key in keys & others.keys()})
+            if found and not keys & own:
+                raise InvalidOption(
+                    f"the records of collection {name!r} have their caches in namespace "
+                    f"{found[0]!r}, not in {self.namespace!r}; give --namespace, and --collection "
+                    "for each that is of that namespace"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(Collections):
     """The options that say where documents are ingested, and by which model.
 
     model, dtype, store_bits: None for those of the ingest.
     """
 
-    folder: args.Folder = Path(".samkv")
-    chroma: args.ChromaServer = None
     model: str | None = None
     """A hub id, a folder, a GGUF file, 'smollm2' or 'builtin'. Default: as ingested, else
     builtin."""
@@ -161,15 +235,6 @@ class Index:
     store_bits: int | None = None
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype. Default: as ingested,
     else as tuned, else 4."""
-    namespace: args.Namespace = ""
-    remote: args.Remote = None
-
-    @property
-    def database(self) -> Database:
-        """The Chroma database. Raises InvalidOption if it cannot be opened."""
-        from samkv_integrations.chroma.client import Database
-
-        return Database(self.folder / "chroma", self.chroma)
 
     def as_ingested(self, places: Sequence[tuple[str, str]]) -> Ingested:
         """The given settings, else those of the collections' ingest, else the defaults.
@@ -219,18 +284,6 @@ class Index:
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
 
-    def collection(self, given: str | None) -> str:
-        """The name of the collection: the given one, else the only one, else ``documents``.
-
-        Raises InvalidOption if there is no database, before anything slow is imported.
-        """
-        if self.chroma is None and not self.folder.is_dir():
-            raise InvalidOption(
-                f"{self.folder} does not exist; give the --dir that 'samkv ingest' used"
-            )
-        names = [] if given else self.database.names()
-        return given or (names[0] if len(names) == 1 else "documents")
-
     def link(self, collection: str | None, **options: Unpack[OwnEngineOptions]) -> ChromaLink:
         """One collection, see `collection` and `links`."""
         (link,) = self.links([self.collection(collection)], **options)
@@ -246,7 +299,7 @@ class Index:
 
         database = self.database
         opened = [database.collection(name) for name in names]
-        require_own_records(self.folder, self.namespace, database, names)
+        self.require_own_records(database, names)
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
@@ -287,46 +340,3 @@ def _absolute(model: str | None) -> str | None:
 
 def _key(place: tuple[str, str]) -> str:
     return json.dumps(place)
-
-
-def store_in(
-    folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
-) -> ChunkStore:
-    """The store of ``samkv ingest --dir``.
-
-    is_new: whether to create it if there is a remote tier.
-
-    Raises InvalidOption if it does not exist.
-    """
-    from samkv_integrations.cache.disk import ChunkStore
-
-    path = folder / "kv"
-    if not path.is_dir() and not (remote and is_new):
-        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
-    return ChunkStore(path, namespace=namespace, remote=remote)
-
-
-def require_own_records(
-    folder: Path, namespace: str, database: Database, names: Sequence[str]
-) -> None:
-    """Raises InvalidOption if all records of a collection have their caches in another namespace.
-
-    Otherwise its texts would be cached again, in this namespace. Without caches all is well.
-    """
-    from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
-    from samkv_integrations.chroma.records import Records
-
-    if not (folder / "kv").is_dir():
-        return
-    places = store_in(folder, namespace).index.places(None, PRESENT, EVICTED, LOST)
-    own = {key for _, key, space in places if space == namespace}
-    others = {key: space for _, key, space in places if space != namespace}
-    for name in names if others else ():
-        keys = Records(database.collection(name)).keys()
-        found = sorted({others[key] for key in keys & others.keys()})
-        if found and not keys & own:
-            raise InvalidOption(
-                f"the records of collection {name!r} have their caches in namespace {found[0]!r}, "
-                f"not in {namespace!r}; give --namespace, and --collection for each that is "
-                "of that namespace"
-            )

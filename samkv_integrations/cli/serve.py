@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from samkv_integrations.cli.loading import Answering, Index, require_own_records, use_threads_for
+from samkv_integrations.cli.loading import Answering, Index, use_threads_for
 from samkv_integrations.engine.options import (
     EngineOptions,
     OwnAnswerOptions,
@@ -135,7 +135,8 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
             database.collection(wanted)
         database.check([wanted for _, wanted in asked])  # here, where a crash would come again
         for tenant in keys.tenants:
-            require_own_records(index.folder, tenant.namespace, database, tenant.collections)
+            own = replace(index, namespace=tenant.namespace)
+            own.require_own_records(database, tenant.collections)
         use_threads_for(model)
         loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
         of_engines["hot_bytes"] = hot_budget(loaded, of_engines.get("hot_bytes")) // len(namespaces)

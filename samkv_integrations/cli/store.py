@@ -10,7 +10,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, store_in
+from samkv_integrations.cli.loading import Caches, Index
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.formatting import Row, count, size
 
@@ -66,7 +66,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
     "head" marks exact beginnings: second caches of chunks that stood first in prompts, computed
     behind the prompt's head.
     """
-    store = store_in(folder)
+    store = Caches(folder=folder).store()
     found = store.stats(everyone=True)
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
     shown = [{**row, "prefix": _prefix(row["prefix"])} for row in rows]
@@ -99,10 +99,7 @@ def sync(index: Index, what: Synced, as_json: args.Json = False) -> None:
     tables.report("store sync", model, rows, tables.rows_table(rows, SYNCED), as_json=as_json)
 
 
-def forget(
-    given: Forgotten, folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
-    remote: args.Remote = None, as_json: args.Json = False,
-) -> None:  # fmt: skip
+def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None:
     """Delete the caches and texts of documents, for all models. Loads no model.
 
     Records stay, so delete them first ('samkv remove'), or their texts are cached again. Every
@@ -117,7 +114,7 @@ def forget(
         raise EmptyInput(
             "nothing to forget; name the files of documents, or give --text or --beginnings"
         )
-    store = store_in(folder, namespace, remote)
+    store = caches.store()
     row, said = {}, []
     if given.beginnings:
         row["n_beginnings"] = store.delete_beginnings()
@@ -131,7 +128,7 @@ def forget(
             "store are not touched"
             if row["n_chunks"]
             else f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
-            f"{namespace!r})"
+            f"{caches.namespace!r})"
         )
     tables.report("store forget", None, [row], *said, as_json=as_json)
 
@@ -143,7 +140,7 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
     """
     from samkv_integrations.cache.upkeep import gc as collect_garbage
 
-    done = collect_garbage(store_in(folder))
+    done = collect_garbage(Caches(folder=folder).store())
     flat = asdict(done.recovered) | {n: v for n, v in vars(done).items() if n != "recovered"}
     tables.report("store gc", None, [asdict(done)], tables.rows_table([flat]), as_json=as_json)
 
@@ -159,7 +156,7 @@ def verify(
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
-    found = verify_caches(store_in(folder), repair=repair, progress=True)
+    found = verify_caches(Caches(folder=folder).store(), repair=repair, progress=True)
     n_damaged = len(found.damaged)
     row = {"n_chunks": found.n_chunks, "n_bytes": found.n_bytes, "n_damaged": n_damaged,
            "n_repaired": found.n_repaired}  # fmt: skip
@@ -186,7 +183,7 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
     """
     from samkv_integrations.cache.index.index import bytes_of
 
-    store = store_in(folder)
+    store = Caches(folder=folder).store()
     n_before = store.stats(everyone=True).n_chunks
     if limit.max_bytes is not None:
         is_none = limit.max_bytes == NO_LIMIT
@@ -215,10 +212,7 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
     tables.report("store budget", None, rows, table, *said, as_json=as_json)
 
 
-def push(
-    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
+def push(caches: Caches, as_json: args.Json = False) -> None:
     """Copy local caches to the remote tier. Exit code 1 if some cannot be copied.
 
     'samkv ingest --remote' does it at once; this is for caches that were made without it, or while
@@ -226,7 +220,7 @@ def push(
     """
     from samkv_integrations.cache.upkeep import push as push_caches
 
-    store = store_in(folder, namespace, remote, is_new=False)
+    store = caches.store(is_new=False)
     done = push_caches(store, progress=True)
     tables.report(
         "store push", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
@@ -236,18 +230,18 @@ def push(
 
 
 def pull(
-    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
+    caches: Caches,
     max_bytes: Annotated[
         str | None, typer.Option("--bytes", help="Most bytes to fetch, such as 4GB.")
     ] = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
+    as_json: args.Json = False,
+) -> None:
     """Fetch caches of other machines, newest first, before questions need them."""
     from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
-    store = store_in(folder, namespace, remote)
+    store = caches.store()
     done = pull_caches(store, max_bytes=limit, progress=True)
     tables.report(
         "store pull", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json

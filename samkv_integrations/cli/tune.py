@@ -11,7 +11,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, Retrieval, store_in
+from samkv_integrations.cli.loading import Index, Retrieval
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.formatting import count, ratio
 
@@ -69,7 +69,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     collection = index.collection(retrieval.collection)
     opened = index.database.collection(collection)
     as_before = index.as_ingested([(index.namespace, collection)])
-    store_in(index.folder, index.namespace, index.remote)  # raises if there is none
+    index.store()  # raises if there is none
     made = index.engine(as_before)  # whose memory and idle work would change what is measured
     engine = Engine(
         made.model, made.store, scheduler=made.scheduler, prefix_bytes=0, exact_beginnings=False
