@@ -45,7 +45,9 @@ SHOWN_SKIPPED = 10
 Paths = Annotated[
     list[Path],
     typer.Argument(
-        help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV.", exists=True
+        exists=True,
+        readable=False,
+        help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV.",
     ),
 ]
 RemovedPaths = Annotated[

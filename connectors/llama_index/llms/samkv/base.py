@@ -436,11 +436,9 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         **kwargs: Any,
     ) -> ChatResponse:
         """The response; without parallel calls it keeps only its first call."""
-        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-        if not allow_parallel_tool_calls and len(calls) > 1:
-            response.message.blocks = [
-                block for block in response.message.blocks if block not in calls[1:]
-            ]
+        others = [] if allow_parallel_tool_calls else _calls_of(response)[1:]
+        blocks = response.message.blocks
+        response.message.blocks = [block for block in blocks if block not in others]
         return response
 
     def get_tool_calls_from_response(
@@ -453,8 +451,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
                 tool_name=block.tool_name,
                 tool_kwargs=arguments_of(block.tool_kwargs),
             )
-            for block in response.message.blocks
-            if isinstance(block, ToolCallBlock)
+            for block in _calls_of(response)
         ]
         if not found and error_on_no_tool_call:
             raise InvalidOption(
@@ -555,6 +552,10 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
                 "JSON was complete; give more max_new_tokens, or a schema with bounds (maxLength, "
                 "maxItems)"
             )
+
+
+def _calls_of(response: ChatResponse) -> list[ToolCallBlock]:
+    return [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
 
 
 def _response(response: CompletionResponse, parts: ToolAnswer) -> CompletionResponse:
