@@ -97,32 +97,25 @@ class Command(typer.core.TyperCommand):
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command for typer, with the groups among its parameters as flags.
-
-    A flag that the command declares itself takes precedence.
-    """
+    """The command for typer, with the groups among its parameters as flags."""
     parameters = inspect.signature(command, eval_str=True).parameters
     groups = {
-        name: each.annotation for name, each in parameters.items()
+        name: _flags_of(each.annotation) for name, each in parameters.items()
         if is_dataclass(each.annotation) or is_typeddict(each.annotation)
     }  # fmt: skip
-    of_groups = {name: _flags_of(group) for name, group in groups.items()}
-    flags = {name: each for name, each in parameters.items() if name not in groups}
-    for each in chain(*of_groups.values()):
-        flags.setdefault(each.name, each)
+    flags = [each for each in parameters.values() if each.name not in groups]
+    flags += chain(*groups.values())
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        own = {name: given[name] for name in parameters if name in given}
-        filled = {
-            name: group(**{each.name: given[each.name] for each in of_groups[name]})
-            for name, group in groups.items()
-        }
-        command(**own, **filled)
+        for name, of_group in groups.items():
+            filled = {each.name: given.pop(each.name) for each in of_group}
+            given[name] = parameters[name].annotation(**filled)
+        command(**given)
 
-    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags.values()]
+    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags]
     run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
-    run.__annotations__ = {name: each.annotation for name, each in flags.items()}
+    run.__annotations__ = {each.name: each.annotation for each in flags}
     return run
 
 

@@ -18,13 +18,7 @@ import typer
 from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import (
-    Collections,
-    Index,
-    Ingested,
-    remember,
-    use_threads_for,
-)
+from samkv_integrations.cli.loading import Collections, Index, Ingested, remember, use_threads_for
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.formatting import count

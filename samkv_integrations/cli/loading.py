@@ -13,7 +13,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.engine.options import OwnEngineOptions
-from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
+from samkv_integrations.errors import EmptyInput, InvalidOption, ModelNotFound, UnknownOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -235,6 +235,11 @@ class Index(Collections):
     store_bits: int | None = None
     """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype. Default: as ingested,
     else as tuned, else 4."""
+
+    def __post_init__(self) -> None:
+        model = self.model or BUILTIN
+        if model.startswith((".", "/")) and not Path(model).exists():  # before a slow import
+            raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
 
     def as_ingested(self, places: Sequence[tuple[str, str]]) -> Ingested:
         """The given settings, else those of the collections' ingest, else the defaults.

@@ -35,6 +35,7 @@ def test_the_package_is_the_command(
         (("ask", "Who?", "--dir", "nowhere"), 2),
         (("ask", " "), 2),
         (("ingest", "nothing.txt"), 2),
+        (("ingest", ".", "--model", "./nowhere"), 2),
         (("tune", "--questions", "nothing.jsonl"), 2),
     ],
 )
