@@ -243,15 +243,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             is_function_calling_model=bool(self.is_chat_model) and self._takes_tools,
         )
 
-    @property
-    def tokenizer_fn(self) -> Callable[[str], list[int]]:
+    def tokenizer_fn(self, text: str) -> list[int]:
         """A tokenizer for LlamaIndex's `PromptHelper`, which reads only the length of the list.
 
         A handle counts as its chunk, a text as the longer of itself and its `repr`.
         """
-        return self._count
-
-    def _count(self, text: str) -> list[int]:
         return [0] * max(self._n_tokens(form) for form in {text, as_in_repr(text)})
 
     def _count_added(self) -> int:
@@ -321,7 +317,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
         formatted: whether the model reads the prompt unchanged.
         """
-        return self._whole(self._completion_prompt(prompt, formatted), kwargs)
+        return self._whole(self._completion_prompt(prompt, formatted), kwargs, _response)
 
     @llm_completion_callback()
     def stream_complete(
@@ -339,7 +335,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        return await self._awhole(self._completion_prompt(prompt, formatted), kwargs)
+        return await self._awhole(self._completion_prompt(prompt, formatted), kwargs, _response)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -359,8 +355,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         template, else by LlamaIndex's default.
         """
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        response = self._whole(prompt, kwargs)
-        return to_chat(response, parts_of(response.text, use))
+        return self._whole(prompt, kwargs, to_chat, use)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -372,8 +367,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Like `chat`, off the event loop."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        response = await self._awhole(prompt, kwargs)
-        return to_chat(response, parts_of(response.text, use))
+        return await self._awhole(prompt, kwargs, to_chat, use)
 
     @llm_chat_callback()
     async def astream_chat(
@@ -503,17 +497,21 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         if self.cache_retrieved:  # for later prompts, even if `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
 
-    def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+    def _whole(
+        self, prompt: Prompt, given: dict[str, Any], made: _Made[_T], use: ToolUse | None = None
+    ) -> _T:
         stream = self._run(prompt, given)
         text = "".join(stream)
         self._end(stream, given)
-        return to_completion(text, stream.report)
+        return made(to_completion(text, stream.report), parts_of(text, use))
 
-    async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+    async def _awhole(
+        self, prompt: Prompt, given: dict[str, Any], made: _Made[_T], use: ToolUse | None = None
+    ) -> _T:
         async with await self._arun(prompt, given) as stream:
             text = "".join([delta async for delta in stream])
         self._end(stream, given)
-        return to_completion(text, stream.report)
+        return made(to_completion(text, stream.report), parts_of(text, use))
 
     def _deltas(
         self, stream: AnswerStream, given: Mapping[str, Any], made: _Made[_T],
