@@ -127,9 +127,8 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     def say(at: str) -> None:
         typer.echo(f"samkv: serving {settings.model_name} on {at}/v1", err=True)
 
-    with listen_on(
-        serving.host, serving.port, keys
-    ) as listening:  # before the model, which loads slowly
+    # before the model, which loads slowly
+    with listen_on(serving.host, serving.port, keys) as listening:
         database = index.database
         for _, wanted in asked:
             database.collection(wanted)
