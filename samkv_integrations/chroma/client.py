@@ -171,11 +171,13 @@ def client_of_server(
 
 
 def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
-    if not create and not os.path.isfile(folder / "chroma.sqlite3"):
-        raise InvalidOption(f"{folder} holds no Chroma database; ingest documents into it first")
     settings = _settings()
     from chromadb import PersistentClient
 
+    if not create and not os.path.isfile(folder / "chroma.sqlite3"):
+        raise InvalidOption(
+            f"{folder} holds no Chroma database; ingest documents into it first, or allow access"
+        )
     with chroma_errors(f"Chroma cannot open {folder}"):
         return PersistentClient(folder, settings=settings)
 

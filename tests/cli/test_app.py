@@ -92,6 +92,12 @@ def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expecte
         (("tune", "--questions", "missing.jsonl"), "'missing.jsonl' does not exist"),
         (("tune", "--questions", "hollow/none.jsonl"), "holds no question"),
         (("tune", "--questions", "town/breltech-shipping.txt"), "breltech-shipping.txt, line 1"),
+        (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
+        (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
+        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.first"),
+        (("ask", "Who?", "--set", "recompute.first=many"), "'many' is not a whole number"),
+        (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
+        (("ask", "Who?", "--set", "recompute.first=-1"), "it must be 0 or more"),
         (("ingest", "town", "--store-bits", "3"), "--store-bits 3; allowed: 4, 8, 16"),
         (("store", "stats", "--dir", "nowhere"), "nowhere/kv does not exist"),
         (("store", "sync", "--dir", "nowhere"), "nowhere/chroma holds no Chroma database"),
@@ -103,28 +109,12 @@ def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expecte
 def test_mistakes(
     town: Path, working_folder: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
+    if "--dir" not in arguments:
+        Database(working_folder / ".samkv/chroma").collection("documents", create=True)
     (working_folder / "hollow").mkdir()
     (working_folder / "hollow/none.jsonl").write_text("\n")
     (working_folder / "blank").mkdir()
     (working_folder / "blank/blank.txt").write_text(" \n")
-    assert expected in error_of(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("ask", "Who?", "--method", "magic"), "'magic'; known: a3, ape, auto, cacheblend"),
-        (("ask", "Who?", "--compare", "reuse,magic"), "unknown method 'magic'"),
-        (("ask", "Who?", "--set", "select.top=3"), "known: recompute.first"),
-        (("ask", "Who?", "--set", "recompute.first=many"), "'many' is not a whole number"),
-        (("ask", "Who?", "--method", "samkv-fusion", "--set", "select.bias=so"), "not True or"),
-        (("ask", "Who?", "--set", "recompute.first=-1"), "it must be 0 or more"),
-    ],
-)
-def test_mistakes_about_methods(
-    working_folder: Path, arguments: tuple[str, ...], expected: str
-) -> None:
-    Database(working_folder / ".samkv/chroma").collection("documents", create=True)
     assert expected in error_of(*arguments)
 
 
