@@ -6,7 +6,7 @@ shown as it stands. Mistakes of the caller raise; ``assert`` is for our own inva
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 MOST_SHOWN = 80
@@ -102,6 +102,12 @@ def meant(value: object, known: Iterable[str]) -> str:
 
 class InvalidOption(SamkvError):
     """An option whose name is known and whose value is not allowed."""
+
+    @classmethod
+    def unless_among(cls, name: str, value: object, allowed: Collection[str]) -> None:
+        """Raises InvalidOption unless ``value`` is one of ``allowed``."""
+        if value not in allowed:
+            raise cls(f"{name}={value!r}; allowed: {', '.join(allowed)}")
 
 
 class MissingExtra(SamkvError):

@@ -30,8 +30,8 @@ class Option:
         engine accepts any value: only LLMs and the command line check the type by themselves.
     check: in place of these two, raises for a value that is not allowed.
     in_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name.
-    flag: whether commands that answer have a flag of this name; read for the options of an engine
-        only. All other flags stand in `samkv_integrations.cli.arguments`.
+    flag: whether commands that answer have a flag of this name, which
+        `samkv_integrations.cli.arguments` makes of the declaration.
     """
 
     default: Any
@@ -59,11 +59,15 @@ def declared(options: type) -> Declared:
     for name, hint in hints.items():
         option = hint.__metadata__[0]
         if not option.description:
-            docs = _docstrings(options.__module__)
-            described = docs.get((options.__name__, name)) or docs.get(("", name), "")
-            option = replace(option, description=described)
+            option = replace(option, description=docstring_of(options, name))
         found[name] = (hint.__origin__, option)
     return found
+
+
+def docstring_of(group: type, name: str) -> str:
+    """The docstring below a field of a class, in one line; empty without one."""
+    docs = _docstrings(group.__module__)
+    return docs.get((group.__name__, name)) or docs.get(("", name), "")
 
 
 @cache

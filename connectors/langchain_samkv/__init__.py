@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from langchain_samkv.chat_models import ChatSamKV
-from langchain_samkv.documents import (
-    SamKVDocumentCompressor,
-    SamKVDocumentTransformer,
-    format_docs,
-)
+from langchain_samkv.documents import SamKVDocumentCompressor, SamKVDocumentTransformer, format_docs
 from langchain_samkv.llms import SamKV
 from langchain_samkv.vectorstores import OfflineEmbeddings, SamKVChroma
 

@@ -124,10 +124,8 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         pipeline_kwargs: options of every call.
         kwargs: further arguments of the class.
         """
-        if task != "text-generation":
-            raise InvalidOption(f"task={task!r}; allowed: text-generation")
-        if backend != "default":
-            raise InvalidOption(f"backend={backend!r}; allowed: default")
+        InvalidOption.unless_among("task", task, ["text-generation"])
+        InvalidOption.unless_among("backend", backend, ["default"])
         if device is not None and device_map is not None:
             raise InvalidOption("device and device_map say the same thing; give one")
         if device is not None:

@@ -103,6 +103,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
             )
 
     # -- answers --------------------------------------------------------------------------------
+    # LangChain tells callbacks of the chunks.
 
     def _generate(
         self,
@@ -135,14 +136,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
         with closing(self.engine.stream(prompt, **self._options(stop, kwargs))) as answer:
             for delta in answer:
                 if text := shown.push(delta):
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
-                    if run_manager:
-                        run_manager.on_llm_new_token(text, chunk=chunk)
-                    yield chunk
-            chunk = self._last_chunk(answer, shown)
-            if run_manager:
-                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-            yield chunk
+                    yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+            yield self._last_chunk(answer, shown)
 
     async def _astream(
         self,
@@ -156,14 +151,8 @@ class ChatSamKV(LocalModel, BaseChatModel):
         async with await self.engine.astream(prompt, **self._options(stop, kwargs)) as answer:
             async for delta in answer:
                 if text := shown.push(delta):
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
-                    if run_manager:
-                        await run_manager.on_llm_new_token(text, chunk=chunk)
-                    yield chunk
-        chunk = self._last_chunk(answer, shown)
-        if run_manager:
-            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-        yield chunk
+                    yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+        yield self._last_chunk(answer, shown)
 
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
         """The text that was held back, the calls of tools, and the token counts."""
@@ -243,8 +232,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         for name in kwargs:
             known = ("schema", "method", "include_raw", "strict")
             raise UnknownOption.among("argument of with_structured_output", name, known)
-        if method not in _METHODS:
-            raise InvalidOption(f"method={method!r}; allowed: {', '.join(_METHODS)}")
+        InvalidOption.unless_among("method", method, _METHODS)
         if method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw)
         llm = self.bind(

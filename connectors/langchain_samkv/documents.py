@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
-from langchain_core.language_models import BaseLanguageModel
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import WithEngine
 from samkv_integrations.prompt.handles import is_handle
 from samkv_integrations.prompt.resolve import OnMiss
 
@@ -26,7 +24,7 @@ TEXT_FIELD = "samkv_text"
 """Metadata field with the text of a document whose `page_content` is a handle."""
 
 
-class SamKVDocumentTransformer(BaseDocumentTransformer):
+class SamKVDocumentTransformer(WithEngine, BaseDocumentTransformer):
     """Caches the text of every document, for any vector store but `SamKVChroma`.
 
     Place it after the text splitter. Documents stay as they are, and those without text have no
@@ -58,15 +56,7 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         ```
     """
 
-    def __init__(
-        self,
-        *,
-        llm: BaseLanguageModel[Any] | None = None,
-        engine: Engine | None = None,
-        show_progress: bool = False,
-    ) -> None:
-        self._engine = EngineRef.of(llm, engine)
-        self._show_progress = show_progress
+    show_progress: bool = Field(default=False, description="Whether to show a progress bar.")
 
     # The base class takes any keyword there is.
     def transform_documents(self, documents: Sequence[Document]) -> Sequence[Document]:  # type: ignore[override]
@@ -79,14 +69,14 @@ class SamKVDocumentTransformer(BaseDocumentTransformer):
         """
         texts = [_content(document) for document in documents]
         self._engine.engine.cache_chunks(
-            [text for text in texts if normalise(text)], progress=self._show_progress
+            [text for text in texts if normalise(text)], progress=self.show_progress
         )
         return list(documents)
 
     atransform_documents = twin(transform_documents)
 
 
-class SamKVDocumentCompressor(BaseDocumentCompressor):
+class SamKVDocumentCompressor(WithEngine, BaseDocumentCompressor):
     """Announces retrieved documents to the engine, and decides how prompts hold them.
 
     Place it last after retrieval, as ``base_compressor`` of a `ContextualCompressionRetriever`, at
@@ -141,30 +131,8 @@ class SamKVDocumentCompressor(BaseDocumentCompressor):
     mode: Mode = Field(default="text", description="How prompts hold the documents.")
     on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
 
-    _engine: EngineRef = PrivateAttr()
-
-    def __init__(
-        self,
-        *,
-        llm: BaseLanguageModel[Any] | None = None,
-        engine: Engine | None = None,
-        mode: Mode = "text",
-        on_miss: OnMiss = "text",
-    ) -> None:
-        for name, value, allowed in (("mode", mode, Mode), ("on_miss", on_miss, OnMiss)):
-            if value not in get_args(allowed):
-                raise InvalidOption(f"{name}={value!r}; allowed: {', '.join(get_args(allowed))}")
-        held = EngineRef.of(llm, engine)
-        super().__init__()
-        self.mode = mode
-        self.on_miss = on_miss
-        self._engine = held
-
     def compress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str = "",
-        callbacks: Callbacks | None = None,
+        self, documents: Sequence[Document], query: str = "", callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         """Announce the documents; returns as many, in the same order.
 

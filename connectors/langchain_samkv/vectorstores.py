@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
@@ -24,7 +23,7 @@ from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import EngineRef, known_arguments
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument
@@ -106,6 +105,7 @@ class SamKVChroma(Chroma):
         ```
     """
 
+    @known_arguments
     def __init__(
         self,
         collection_name: str = DEFAULT_NAME,
@@ -180,14 +180,13 @@ class SamKVChroma(Chroma):
             show_progress=self.show_progress,
         )  # fmt: skip
 
-    def __copy__(self) -> SamKVChroma:
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SamKVChroma:
         """A copy that shares the collection and the engine."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SamKVChroma:
-        return copy.copy(self)
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> NoReturn:
         """Raises InvalidOption: a pickle can hold neither a database nor a model."""

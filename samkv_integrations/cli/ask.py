@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, eviction_of, given_methods, words
-from samkv_integrations.engine.options import OwnEngineOptions
-from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.cli.loading import Answering, Asking, Index, words
+from samkv_integrations.engine.options import OwnAnswerOptions, OwnEngineOptions
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.formatting import Row, percent, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.stream import Answer
@@ -26,45 +29,37 @@ TIMES = ("ttft", "answer")
 
 
 def ask(
-    index: Index, options: OwnEngineOptions, question: args.QuestionText,
-    collection: args.Collection = "documents", top_k: args.TopK = 4,
-    method: args.MethodName = None, compare: args.Compare = "", settings: args.Settings = None,
-    eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, as_json: args.Json = False,
+    index: Index, options: OwnEngineOptions, asking: Asking, answering: Answering,
+    of_answers: OwnAnswerOptions,
+    compare: Annotated[str, typer.Option(help="Methods to compare: NAME,NAME,...")] = "",
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Answer a question from the ingested chunks."""
-    _require_text(question)
-    if compare and method:
+    if compare and answering.method:
         raise InvalidOption(
-            f"--method {method} and --compare {compare}; give one, as --compare names all methods"
+            f"--method {answering.method} and --compare {compare}; give one, as --compare names "
+            "all methods"
         )
-    methods = given_methods(words(compare or method or ""), settings or [])
-    rule = eviction_of(eviction, eviction_budget)
-    (link,) = index.links([collection], **options)
-    engine = link.engine
-    texts, sources, prompt = retrieved(link, question, top_k, chat)
+    collection = index.collection(asking.collection)  # raises if there is no database
+    methods, rule = answering.methods(words(compare)), answering.rule
+    link = index.link(collection, **options)
+    engine, most = link.engine, asking.max_new_tokens
+    texts, sources, prompt = retrieved(link, asking.question, asking.top_k, asking.chat)
     is_compared = len(methods) > 1
     if is_compared:  # the first pass of a process is slow
         engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
-    rows = list[Row]()
+    found = list[Row]()
     for each in methods or [engine.method]:
         if is_compared:  # so that none reuses the prefix of another
             engine.prefixes.clear()
         answer = engine.generate(
-            prompt, texts, method=each, eviction=rule, max_new_tokens=max_new_tokens
+            prompt, texts, **of_answers | {"method": each, "eviction": rule}, max_new_tokens=most
         )
-        rows.append({"question": question, "sources": sources, **answer_row(answer)})
-    if as_json:
-        tables.write_json("ask", engine.model.name, with_ratios(rows))
-        return
-    out = tables.console()
-    if is_compared:
-        out.print(tables.comparison_table(with_ratios(rows)))
-    else:
-        out.print(rows[0]["answer"])
-    out.print(tables.sources_table(sources, texts))
-    if not is_compared:
-        out.print(str(answer.report), soft_wrap=True)
+        found.append({"question": asking.question, "sources": sources, **answer_row(answer)})
+    rows, names = with_ratios(found), tables.sources_table(sources, texts)
+    one: tuple[Table | str, ...] = (rows[0]["answer"], names, str(answer.report))
+    shown = (tables.comparison_table(rows), names) if is_compared else one
+    tables.report("ask", engine.model.name, rows, *shown, as_json=as_json)
 
 
 def answer_row(answer: Answer) -> dict[str, Any]:
@@ -86,12 +81,6 @@ def with_ratios(rows: Sequence[Row]) -> Sequence[Row]:
     ]
 
 
-def _require_text(question: str) -> None:
-    """Raises EmptyInput for a blank question, before a model is loaded."""
-    if not question.strip():
-        raise EmptyInput("the question is empty; say what to ask")
-
-
 def retrieved(
     link: ChromaLink, question: str, top_k: int, chat: bool | None
 ) -> tuple[list[str], list[str], str | list[dict[str, str]]]:
@@ -109,33 +98,33 @@ def retrieved(
 
 
 def inspect(
-    index: Index, options: OwnEngineOptions, question: args.QuestionText,
-    collection: args.Collection = "documents", top_k: args.TopK = 4,
-    method: args.MethodName = None, settings: args.Settings = None,
-    eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None,
-    html: args.HtmlPage = None, layer: args.ShownLayer = None, as_json: args.Json = False,
+    index: Index, options: OwnEngineOptions, asking: Asking, answering: Answering,
+    html: Annotated[Path | None, typer.Option(help="Also write a web page to this file.")] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Show the tokens of this layer. Default: of any layer.")
+    ] = None,
+    as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Show which tokens of the chunks an answer kept, recomputed and dropped."""
-    from samkv_integrations.inspection import inspect as inspect_answer
-
-    _require_text(question)
-    chosen = [*given_methods([method] if method else [], settings or []), None][0]
-    rule = eviction_of(eviction, eviction_budget)
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
-    (link,) = index.links([collection], **options)
-    texts, sources, prompt = retrieved(link, question, top_k, chat)
+    collection = index.collection(asking.collection)
+
+    from samkv_integrations.inspection import inspect as inspect_answer
+
+    method, rule, question = answering.chosen, answering.rule, asking.question
+    link = index.link(collection, **options)
+    texts, sources, prompt = retrieved(link, question, asking.top_k, asking.chat)
     names = {text.strip(): Path(one).name for text, one in zip(texts, sources, strict=True)}
     seen = inspect_answer(
-        link.engine, prompt, texts, method=chosen, eviction=rule, max_new_tokens=max_new_tokens,
-        title=question, names=names,
+        link.engine, prompt, texts, method=method, eviction=rule,
+        max_new_tokens=asking.max_new_tokens, title=question, names=names,
     )  # fmt: skip
     seen.state_at(layer)  # raises for a wrong layer before a page is written
     if html is not None:
         seen.save_html(html)
     if as_json:
-        tables.write_json("inspect", link.engine.model.name, [seen.to_dict()])
+        tables.report("inspect", link.engine.model.name, [seen.to_dict()], as_json=True)
         return
     show(seen, layer, tables.console())
     if html is not None:
@@ -203,8 +192,5 @@ def methods(as_json: args.Json = False) -> None:
         for kind, known in (("method", METHODS), ("eviction", EVICTIONS))
         for each in known.values()
     ]
-    if as_json:
-        tables.write_json("methods", None, rows)
-        return
-    cells = [tuple(row.values()) for row in rows]
-    tables.console().print(tables.table([*rows[0]], cells, left=4))
+    table = tables.table([*rows[0]], [tuple(row.values()) for row in rows], left=4)
+    tables.report("methods", None, rows, table, as_json=as_json)

@@ -11,21 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import (
-    Index,
-    Ingested,
-    remember,
-    require_own_records,
-    store_in,
-    use_threads_for,
-)
+from samkv_integrations.cli.loading import Collections, Index, Ingested, remember, use_threads_for
 from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.formatting import count
@@ -42,6 +35,19 @@ SOME_UNREADABLE = 1
 """Exit code if a document cannot be read, or a chunk cannot be cached."""
 
 SHOWN_SKIPPED = 10
+
+Paths = Annotated[
+    list[Path],
+    typer.Argument(
+        exists=True,
+        readable=False,
+        help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV.",
+    ),
+]
+RemovedPaths = Annotated[
+    list[Path], typer.Argument(help="Ingested files or folders, which need not exist any more.")
+]
+_BUDGET = "Most bytes of all caches on disk from now on: 20GB."
 
 _LINK = "a symbolic link in a folder is not followed; name what it leads to"
 
@@ -82,29 +88,64 @@ class Read:
     skipped: list[Skipped] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnRay:
+    """Where chunks are computed: in this process, or by workers on Ray."""
+
+    on_ray: Annotated[bool, typer.Option("--ray")] = False
+    """Use several workers on Ray, each of which loads the model."""
+    ray_address: Annotated[str | None, typer.Option(hidden=True)] = None
+    """HOST:PORT of a Ray cluster, or auto. Default: this machine only."""
+    workers: Annotated[int | None, typer.Option(min=1)] = None
+    """Workers on Ray. [default: 2]"""
+    worker_cpus: Annotated[int | None, typer.Option(min=1, hidden=True)] = None
+    """CPUs of each. [default: 1]"""
+    worker_gpus: Annotated[float | None, typer.Option(min=0, hidden=True)] = None
+    """GPUs of each. [default: 0]"""
+
+    @property
+    def pool(self) -> WorkerPool | None:
+        """The workers; None without ``--ray``.
+
+        Raises:
+            InvalidOption: an option has no effect without ``--ray``, or a wrong value.
+            MissingExtra: Ray is not installed.
+        """
+        if self.on_ray:
+            from samkv_integrations.cluster.ingest import WorkerPool, require_ray
+
+            require_ray()
+            return WorkerPool(
+                n_workers=self.workers or 2, n_cpus=self.worker_cpus or 1,
+                n_gpus=self.worker_gpus or 0.0, address=self.ray_address,
+            )  # fmt: skip
+        for name, value in vars(self).items():
+            if value:
+                flag = f"--{name.replace('_', '-')} {value}"
+                raise InvalidOption(f"{flag} has no effect without --ray; give --ray too")
+        return None
+
+
 def ingest(
-    paths: args.Paths, index: Index, collection: args.Collection = "documents",
-    chunk_size: args.ChunkSize = 512, max_bytes: args.IngestBudget = None,
-    on_ray: args.OnRay = False, ray_address: args.RayAddress = None,
-    workers: args.Workers = None, worker_cpus: args.WorkerCpus = None,
-    worker_gpus: args.WorkerGpus = None, as_json: args.Json = False,
+    paths: Paths, index: Index, ray: OnRay, collection: args.Collection = "documents",
+    chunk_size: Annotated[int, typer.Option(help="Most tokens of a chunk.", min=1)] = 512,
+    max_bytes: Annotated[str | None, typer.Option(help=_BUDGET)] = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read documents, and cache the KV entries of their chunks.
 
     --store-bits 8 or 16 keeps finer caches than 4 bits. Links in folders are not followed. Exit
     code 1 if a document cannot be read, or a chunk cannot be cached; the others are ingested.
     """
-    from samkv_integrations.cache.windows import MIN_RUN
+    began, folder = time.perf_counter(), index.folder
+    found = find_documents(paths, leave_out=folder)  # raises before anything slow is imported
+
     from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.cluster import add_on_ray, engine_of
     from samkv_integrations.embedding import HashingEmbedding
 
-    began = time.perf_counter()
     check_name(collection)
-    pool = _pool(on_ray, ray_address, workers, worker_cpus, worker_gpus)
-    folder, database = index.folder, index.database
-    found = find_documents(paths, leave_out=folder)
+    database, pool = index.database, ray.pool
     place = (index.namespace, collection)
     before = index.as_ingested([place])
     model = before.model
@@ -134,69 +175,52 @@ def ingest(
     remember(folder, engine.store, place, Ingested(model=model, dtype=dtype, store_bits=bits))
     _delete_outdated(link, read)
 
-    skipped, out = [*found.skipped, *read.skipped], tables.console(stderr=True)
+    skipped = [*found.skipped, *read.skipped]
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
     left_out += [f"not ingested: {one['id']}: {one['why']}" for one in failed]
-    notes = left_out[:SHOWN_SKIPPED]
-    if len(left_out) > SHOWN_SKIPPED:
-        notes.append(f"{len(left_out)} files and chunks were left out in all; --json names each")
-    if found.others:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
-        notes.append(f"files of other kinds were left out: {kinds}")
-    n_tokens = [len(engine.model.tokenize(text, special=False)) for text in read.texts]
-    if n_short := sum(n < MIN_RUN for n in n_tokens):
-        notes.append(
-            f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens, too short to be reused; "
-            "give longer documents, or a larger --chunk-size"
-        )
-    for line in notes:
-        out.print(line, soft_wrap=True)
+    for line in [*_first(left_out), *_notes(found, read, engine.model)]:
+        tables.console(stderr=True).print(line, soft_wrap=True)
     n_read = len({row["source"] for row in read.rows})
-    if as_json:
-        row = {"files": n_read, **asdict(done), "collection": collection}
-        row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
-        tables.write_json("ingest", model, [row | ({"failed": failed} if pool else {})])
-    else:
-        lines = [
-            f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-            f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
-            f"{formatting.seconds(time.perf_counter() - began)}, of which "
-            f"{formatting.seconds(done.seconds)} to cache the chunks; "
-            f"{formatting.size(done.bytes_on_disk)} added",
-        ]
-        if done.n_released:
-            lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")
-        if done.n_evicted:
-            lines.append(
-                f"{done.n_evicted} of these chunks were evicted again, for want of room; 'samkv "
-                "store budget' gives more"
-            )
-        tables.console().print("\n".join(lines), soft_wrap=True)
+    row = {"files": n_read, **asdict(done), "collection": collection}
+    row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
+    lines = [
+        f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
+        f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
+        f"{formatting.seconds(time.perf_counter() - began)}, of which "
+        f"{formatting.seconds(done.seconds)} to cache the chunks; "
+        f"{formatting.size(done.bytes_on_disk)} added",
+    ]
+    if done.n_released:
+        lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")
+    if done.n_evicted:
+        lines.append(
+            f"{done.n_evicted} of these chunks were evicted again, for want of room; 'samkv "
+            "store budget' gives more"
+        )
+    rows = [row | ({"failed": failed} if pool else {})]
+    tables.report("ingest", model, rows, *lines, as_json=as_json)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
 
 
-def _pool(
-    on_ray: bool, address: str | None, workers: int | None, cpus: int | None, gpus: float | None
-) -> WorkerPool | None:
-    """The workers on Ray; None without ``--ray``.
+def _first(left_out: Sequence[str]) -> Iterator[str]:
+    yield from left_out[:SHOWN_SKIPPED]
+    if len(left_out) > SHOWN_SKIPPED:
+        yield f"{len(left_out)} files and chunks were left out in all; --json names each"
 
-    Raises:
-        InvalidOption: an option has no effect without ``--ray``, or a wrong value.
-        MissingExtra: Ray is not installed.
-    """
-    from samkv_integrations.cluster.ingest import WorkerPool, require_ray
 
-    if on_ray:
-        require_ray()
-        return WorkerPool(
-            n_workers=workers or 2, n_cpus=cpus or 1, n_gpus=gpus or 0.0, address=address
+def _notes(found: Found, read: Read, model: Model) -> Iterator[str]:
+    from samkv_integrations.cache.windows import MIN_RUN
+
+    if found.others:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
+        yield f"files of other kinds were left out: {kinds}"
+    n_tokens = [len(model.tokenize(text, special=False)) for text in read.texts]
+    if n_short := sum(n < MIN_RUN for n in n_tokens):
+        yield (
+            f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens, too short to be reused; "
+            "give longer documents, or a larger --chunk-size"
         )
-    given = {"ray-address": address, "workers": workers, "worker-cpus": cpus, "worker-gpus": gpus}
-    for option, value in given.items():
-        if value is not None:
-            raise InvalidOption(f"--{option} {value} has no effect without --ray; give --ray too")
-    return None
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
@@ -220,22 +244,19 @@ class _StoreAlone:
 
 
 def remove(
-    paths: args.RemovedPaths,
-    collection: args.Collection = "documents", folder: args.Folder = Path(".samkv"),
-    chroma: args.ChromaServer = None, namespace: args.Namespace = "", remote: args.Remote = None,
+    paths: RemovedPaths, where: Collections, collection: args.Collection = "documents",
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Delete the records of documents, and the caches that no other record uses.
 
     Loads no model. The files stay, and need not exist.
     """
-    from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import Records
 
-    database = Database(folder / "chroma", chroma)
-    opened, store = database.collection(collection), store_in(folder, namespace, remote)
-    require_own_records(folder, namespace, database, [collection])
+    database = where.database
+    opened, store = database.collection(collection), where.store()
+    where.require_own_records(database, [collection])
     wanted = {path.resolve() for path in paths}  # as in the records
     matched, sources, ids = set[Path](), set[str](), list[str]()
     for id_, source in Records(opened).sources():
@@ -252,16 +273,14 @@ def remove(
     unknown = [str(path) for path in paths if path.resolve() not in matched]
     for path in unknown:
         tables.console(stderr=True).print(f"no record is of {path}", soft_wrap=True)
-    if as_json:
-        row: dict[str, Any] = {"files": len(sources), "n_records": len(ids), "n_chunks": n_chunks}
-        row |= {"collection": collection, "unknown": unknown}
-        tables.write_json("remove", None, [row])
-        return
-    tables.console().print(
+    row: dict[str, Any] = {"files": len(sources), "n_records": len(ids), "n_chunks": n_chunks}
+    row |= {"collection": collection, "unknown": unknown}
+    said = (
         f"{count(len(sources), 'file')}, {count(len(ids), 'record')} removed from "
         f"collection {collection!r}, {count(n_chunks, 'cache')} deleted"
         + ("; a cache stays as long as another record has its text" if n_chunks < len(ids) else "")
     )
+    tables.report("remove", None, [row], said, as_json=as_json)
 
 
 def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Found:
@@ -273,7 +292,7 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
     leave_out: a folder to ignore.
 
     Raises:
-        InvalidOption: a path does not exist, or is no regular file.
+        InvalidOption: a path is no regular file.
         EmptyInput: there is no document.
     """
     found, skipped, others = set[Path](), list[Skipped](), Counter[str]()
@@ -285,8 +304,6 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
         skip(Path(str(error.filename)), f"it cannot be read: {error.strerror}", is_failure=True)
 
     for path in paths:
-        if not path.exists():
-            raise InvalidOption(f"{path} does not exist; give files or folders of documents")
         below = _below(path, leave_out, unreadable) if path.is_dir() else [path]
         for file in below:
             is_named, kind = file is path, file.suffix.lower()

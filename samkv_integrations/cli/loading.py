@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
+
+import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.engine.options import OwnEngineOptions
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import EmptyInput, InvalidOption, ModelNotFound, UnknownOption
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
@@ -31,52 +33,96 @@ def words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def given_methods(names: Sequence[str], settings: Sequence[str]) -> list[Method]:
-    """The methods called ``names``, with ``settings`` in those that have such an option.
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """The options that say how questions are answered."""
 
-    Settings without a name are of the default method. Without both the list is empty, and the
-    engine chooses.
+    method: str | None = None
+    """See 'samkv methods'. Default: as tuned, else auto."""
+    settings: Annotated[list[str] | None, typer.Option("--set")] = None
+    """An option of the method, NAME=VALUE."""
+    eviction: str | None = None
+    """How an answer evicts KV entries, or none. See 'samkv methods'."""
+    eviction_budget: float | None = None
+    """Share of the prompt's KV entries that eviction keeps."""
 
-    Raises:
-        UnknownOption: a method does not exist, or none of them has such an option.
-        InvalidOption: a value has the wrong type, or is out of range.
-    """
-    from samkv_integrations.methods import DEFAULT_METHOD, get_method
-    from samkv_integrations.methods.base import option_names, with_option
+    def methods(self, compare: Sequence[str] = ()) -> list[Method]:
+        """The methods of ``compare``, else the given one, with the settings that each has.
 
-    if settings and not names:
-        names = [DEFAULT_METHOD]
-    methods = [get_method(name) for name in names]
-    for setting in settings:
-        name = setting.partition("=")[0]
-        known = {option for method in methods for option in option_names(method)}
-        if name not in known:
-            raise UnknownOption.among(f"option of {', '.join(names)}", name, known or {"none"})
-        methods = [
-            with_option(method, setting) if name in option_names(method) else method
-            for method in methods
-        ]
-    return methods
+        Settings without a name are of the default method. Without both the list is empty, and the
+        engine chooses.
+
+        Raises:
+            UnknownOption: a method does not exist, or none of them has such an option.
+            InvalidOption: a value has the wrong type, or is out of range.
+        """
+        from samkv_integrations.methods import DEFAULT_METHOD, get_method
+        from samkv_integrations.methods.base import option_names, with_option
+
+        default = self.method or (DEFAULT_METHOD if self.settings else None)
+        methods = [get_method(name) for name in compare or filter(None, [default])]
+        for setting in self.settings or ():
+            name = setting.partition("=")[0]
+            known = {option for method in methods for option in option_names(method)}
+            if name not in known:
+                called = ", ".join(method.name for method in methods)
+                raise UnknownOption.among(f"option of {called}", name, known or {"none"})
+            methods = [
+                with_option(method, setting) if name in option_names(method) else method
+                for method in methods
+            ]
+        return methods
+
+    @property
+    def chosen(self) -> Method | None:
+        """The given method; None for the engine's. Raises as `methods` does."""
+        return next(iter(self.methods()), None)
+
+    @property
+    def rule(self) -> Eviction | str | None:
+        """The given eviction with the given budget; None and "none" as they are.
+
+        Raises:
+            UnknownOption: the eviction does not exist.
+            InvalidOption: the budget is out of range, or there is no eviction.
+        """
+        from samkv_integrations.eviction import get_eviction, with_budget
+
+        rule, budget = get_eviction(self.eviction), self.eviction_budget
+        if budget is None:
+            return rule or self.eviction
+        if rule is None:
+            raise InvalidOption(
+                f"an eviction budget of {budget} without an eviction; name one, or leave the "
+                "budget out"
+            )
+        return with_budget(rule, budget)
 
 
-def eviction_of(name: str | None, budget_ratio: float | None = None) -> Eviction | str | None:
-    """The eviction called ``name``, with ``budget_ratio`` if given; None and "none" as they are.
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """The options that say which chunks a question is asked about, and how."""
 
-    Raises:
-        UnknownOption: the eviction does not exist.
-        InvalidOption: the budget is out of range, or there is no eviction.
-    """
-    from samkv_integrations.eviction import get_eviction, with_budget
+    collection: str | None = None
+    """Name of the Chroma collection. Default: the only one, or documents."""
+    top_k: Annotated[int, typer.Option(min=1)] = 4
+    """Chunks to retrieve."""
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1)] = 64
+    """Most tokens of the answer."""
+    chat: Annotated[bool | None, typer.Option("--chat/--no-chat")] = None
+    """Use the model's chat template. Default: yes, except for 'builtin'."""
 
-    rule = get_eviction(name)
-    if budget_ratio is None:
-        return rule or name
-    if rule is None:
-        raise InvalidOption(
-            f"an eviction budget of {budget_ratio} without an eviction; name one, or leave the "
-            "budget out"
-        )
-    return with_budget(rule, budget_ratio)
+
+@dataclass(frozen=True, kw_only=True)
+class Asking(Retrieval):
+    """A question, and the options that say which chunks it is asked about, and how."""
+
+    question: Annotated[str, typer.Argument(metavar="QUESTION")]
+    """What to ask."""
+
+    def __post_init__(self) -> None:
+        if not self.question.strip():
+            raise EmptyInput("the question is empty; say what to ask")
 
 
 def use_threads_for(model: str) -> None:
@@ -97,21 +143,37 @@ class Ingested:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
-    """The options that say where documents are ingested, and by which model.
-
-    model, dtype, store_bits: None for those of the ingest.
-    """
+class Caches:
+    """The options that say where chunk caches are."""
 
     folder: args.Folder = Path(".samkv")
-    chroma: args.ChromaServer = None
-    model: args.SameModel = None
-    device: args.Device = "auto"
-    dtype: args.SameDtype = None
-    weights: args.Weights = "auto"
-    store_bits: args.StoreBits = None
-    namespace: args.Namespace = ""
-    remote: args.Remote = None
+    namespace: str = ""
+    """Namespace of the caches. Records have none: use another --collection as well."""
+    remote: Annotated[str | None, typer.Option(envvar="SAMKV_REMOTE")] = None
+    """Where machines share chunk caches: s3://BUCKET/PREFIX."""
+
+    def store(self, *, is_new: bool = True) -> ChunkStore:
+        """The store of ``samkv ingest --dir``.
+
+        is_new: whether to create it if there is a remote tier.
+
+        Raises InvalidOption if it does not exist.
+        """
+        path = self.folder / "kv"
+        if not path.is_dir() and not (self.remote and is_new):
+            raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+
+        from samkv_integrations.cache.disk import ChunkStore
+
+        return ChunkStore(path, namespace=self.namespace, remote=self.remote)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collections(Caches):
+    """The options that say where chunk caches and the records of documents are."""
+
+    chroma: Annotated[str | None, typer.Option("--chroma", metavar="URL")] = None
+    """Chroma server with the records, http://HOST:PORT."""
 
     @property
     def database(self) -> Database:
@@ -119,6 +181,65 @@ class Index:
         from samkv_integrations.chroma.client import Database
 
         return Database(self.folder / "chroma", self.chroma)
+
+    def collection(self, given: str | None) -> str:
+        """The name of the collection: the given one, else the only one, else ``documents``.
+
+        Raises InvalidOption if there is no database, before anything slow is imported.
+        """
+        if self.chroma is None and not self.folder.is_dir():
+            raise InvalidOption(
+                f"{self.folder} does not exist; give the --dir that 'samkv ingest' used"
+            )
+        names = [] if given else self.database.names()
+        return given or (names[0] if len(names) == 1 else "documents")
+
+    def require_own_records(self, database: Database, names: Sequence[str]) -> None:
+        """Raises InvalidOption if all records of a collection have caches in another namespace.
+
+        Otherwise its texts would be cached again, in this namespace. Without caches all is well.
+        """
+        from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
+        from samkv_integrations.chroma.records import Records
+
+        if not (self.folder / "kv").is_dir():
+            return
+        places = replace(self, remote=None).store().index.places(None, PRESENT, EVICTED, LOST)
+        own = {key for _, key, space in places if space == self.namespace}
+        others = {key: space for _, key, space in places if space != self.namespace}
+        for name in names if others else ():
+            keys = Records(database.collection(name)).keys()
+            found = sorted({others[key] for key in keys & others.keys()})
+            if found and not keys & own:
+                raise InvalidOption(
+                    f"the records of collection {name!r} have their caches in namespace "
+                    f"{found[0]!r}, not in {self.namespace!r}; give --namespace, and --collection "
+                    "for each that is of that namespace"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(Collections):
+    """The options that say where documents are ingested, and by which model.
+
+    model, dtype, store_bits: None for those of the ingest.
+    """
+
+    model: str | None = None
+    """A hub id, a folder, a GGUF file, 'smollm2' or 'builtin'. Default: as ingested, else
+    builtin."""
+    device: args.Device = "auto"
+    dtype: str | None = None
+    """auto, float32, bfloat16, float16. Default: as ingested, else auto."""
+    weights: args.Weights = "auto"
+    store_bits: int | None = None
+    """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype. Default: as ingested,
+    else as tuned, else 4."""
+
+    def __post_init__(self) -> None:
+        model = self.model or BUILTIN
+        if model.startswith((".", "/")) and not Path(model).exists():  # before a slow import
+            raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
 
     def as_ingested(self, places: Sequence[tuple[str, str]]) -> Ingested:
         """The given settings, else those of the collections' ingest, else the defaults.
@@ -168,6 +289,11 @@ class Index:
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
 
+    def link(self, collection: str | None, **options: Unpack[OwnEngineOptions]) -> ChromaLink:
+        """One collection, see `collection` and `links`."""
+        (link,) = self.links([self.collection(collection)], **options)
+        return link
+
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
 
@@ -178,7 +304,7 @@ class Index:
 
         database = self.database
         opened = [database.collection(name) for name in names]
-        require_own_records(self.folder, self.namespace, database, names)
+        self.require_own_records(database, names)
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
@@ -219,46 +345,3 @@ def _absolute(model: str | None) -> str | None:
 
 def _key(place: tuple[str, str]) -> str:
     return json.dumps(place)
-
-
-def store_in(
-    folder: Path, namespace: str = "", remote: str | None = None, *, is_new: bool = True
-) -> ChunkStore:
-    """The store of ``samkv ingest --dir``.
-
-    is_new: whether to create it if there is a remote tier.
-
-    Raises InvalidOption if it does not exist.
-    """
-    from samkv_integrations.cache.disk import ChunkStore
-
-    path = folder / "kv"
-    if not path.is_dir() and not (remote and is_new):
-        raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
-    return ChunkStore(path, namespace=namespace, remote=remote)
-
-
-def require_own_records(
-    folder: Path, namespace: str, database: Database, names: Sequence[str]
-) -> None:
-    """Raises InvalidOption if all records of a collection have their caches in another namespace.
-
-    Otherwise its texts would be cached again, in this namespace. Without caches all is well.
-    """
-    from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
-    from samkv_integrations.chroma.records import Records
-
-    if not (folder / "kv").is_dir():
-        return
-    places = store_in(folder, namespace).index.places(None, PRESENT, EVICTED, LOST)
-    own = {key for _, key, space in places if space == namespace}
-    others = {key: space for _, key, space in places if space != namespace}
-    for name in names if others else ():
-        keys = Records(database.collection(name)).keys()
-        found = sorted({others[key] for key in keys & others.keys()})
-        if found and not keys & own:
-            raise InvalidOption(
-                f"the records of collection {name!r} have their caches in namespace {found[0]!r}, "
-                f"not in {namespace!r}; give --namespace, and --collection for each that is "
-                "of that namespace"
-            )

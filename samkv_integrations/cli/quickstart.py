@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
@@ -37,13 +39,16 @@ PARAGRAPHS = Path("examples/paragraphs")
 ARCHIVE = Path("examples/town_archive")
 """Documents of a model that answers questions about any text, and of the built-in model."""
 
+_SAMPLES = "Folder of documents and questions.jsonl. Default: samples that suit the model."
+
 IN_DISTRIBUTION = """\
 The built-in model was trained on questions and documents of the samples' kind. To other text it
 answers nonsense with every method, full prefill included."""
 
 
 def quickstart(
-    model: args.ModelName = SMOLLM2, documents: args.SampleFolder = None,
+    model: args.ModelName = SMOLLM2,
+    documents: Annotated[Path | None, typer.Option(help=_SAMPLES)] = None,
     folder: args.Folder = Path(".samkv/quickstart"), as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """The whole way: index documents, ask about them, compare the methods.
@@ -51,6 +56,8 @@ def quickstart(
     The documents are paragraphs of Wikipedia, in chunks of 512 tokens. Without the model smollm2 it
     runs the built-in model over documents that this one can read.
     """
+    samples = _samples_of(model, documents)
+
     from tqdm.auto import tqdm
 
     from samkv_integrations.chroma.link import ChromaLink
@@ -60,7 +67,6 @@ def quickstart(
 
     out = tables.console(stderr=as_json)
     index = Index(folder=folder)
-    samples = _samples_of(model, documents)
     try:
         engine = index.engine(Ingested(model=model), exact_beginnings=False)
     except (MissingExtra, ModelNotFound) as error:
@@ -113,7 +119,7 @@ def quickstart(
                 out.print(f"\n{one.question} (right: {gold[0]})", soft_wrap=True)
                 out.print(tables.comparison_table(mine))
     if as_json:
-        tables.write_json("quickstart", model, rows)
+        tables.report("quickstart", model, rows, as_json=True)
     else:
         _show(rows, len(questions), model, out)
 

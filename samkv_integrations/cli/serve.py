@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.loading import (
-    Index,
-    eviction_of,
-    given_methods,
-    require_own_records,
-    use_threads_for,
-)
+from samkv_integrations.cli.loading import Answering, Index, use_threads_for
 from samkv_integrations.engine.options import (
     EngineOptions,
     OwnAnswerOptions,
@@ -26,22 +21,67 @@ from samkv_integrations.errors import InvalidOption, MissingExtra
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
 
-def serve(
-    index: Index, options: OwnEngineOptions, collection: args.Served = None,
-    name: args.ServedName = None, host: args.Host = "127.0.0.1", port: args.Port = 8000,
-    api_keys: args.ApiKeyFile = None,
-    method: args.MethodName = None, settings: args.Settings = None,
-    eviction: args.EvictionName = None, eviction_budget: args.EvictionBudget = None,
-    max_batch: args.MaxBatch = 8, max_waiting: args.MaxWaiting = 64, max_kv: args.MaxKv = None,
-    prefix_bytes: args.PrefixBytes = "512MB",
-    max_tokens: args.ServedTokens = 1024, max_body: args.MaxBody = "8MB",
-    timeout: args.Timeout = None, grace: args.EndGrace = 30, log_prompts: args.LogPrompts = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Where the server listens, what it serves, and its limits."""
+
+    collection: list[str] | None = None
+    """A collection that clients may ask; repeat for more."""
+    name: Annotated[str | None, typer.Option(hidden=True)] = None
+    """The model's name for clients."""
+    host: str = "127.0.0.1"
+    """Address to listen on; other machines need API keys."""
+    port: int = 8000
+    """Port to listen on; 0 for a free one."""
+    api_keys: Path | None = None
+    """Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION..."""
+    max_batch: int = 8
+    """Most answers that are decoded together."""
+    max_waiting: Annotated[int, typer.Option(hidden=True)] = 64
+    """Most answers that wait."""
+    max_kv: Annotated[str | None, typer.Option(hidden=True)] = None
+    """Most KV bytes of all running answers: 8GB."""
+    prefix_bytes: Annotated[str, typer.Option(hidden=True)] = "512MB"
+    """Memory for prompts' beginnings, all namespaces together: 512MB."""
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, hidden=True)
+    ] = 1024
+    """Most tokens of an answer whose client names no number."""
+    max_body: Annotated[str, typer.Option(hidden=True)] = "8MB"
+    """Most bytes of a request, such as 8MB."""
+    timeout: float | None = None
+    """Seconds, waiting included, after which an incomplete answer ends. Default: no limit."""
+    grace: Annotated[int, typer.Option(min=0, hidden=True)] = 30
+    """Seconds for running answers at shutdown."""
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", hidden=True)] = False
+    """Log prompts."""
+
+    @property
+    def keys_text(self) -> str:
+        """The lines of the file with keys; without a file, those of the variable."""
+        variable, file = os.environ.get(KEYS_VARIABLE, ""), self.api_keys
+        if file is None:
+            return variable.replace(";", "\n")
+        if variable:
+            raise InvalidOption(
+                f"--api-keys and the variable {KEYS_VARIABLE} are both given; give one"
+            )
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidOption(
+                f"--api-keys {file} cannot be read ({error}); give a file with a key in each line"
+            ) from error
+
+
+def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: Answering) -> None:
     """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
     describes further options.
     """
+    text = serving.keys_text  # refused before anything is imported, which takes time
+
     from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.engine.chunks import hot_budget
     from samkv_integrations.engine.scheduler import Limits, Scheduler
@@ -56,44 +96,46 @@ def serve(
         raise MissingExtra.of(error.name or "fastapi", "server") from error
 
     check_options(EngineOptions, {"store_bits": index.store_bits})
-    check_options(OwnAnswerOptions, {"timeout": timeout})
+    check_options(OwnAnswerOptions, {"timeout": serving.timeout})
     limits = Limits(
-        max_batch=max_batch, max_waiting=max_waiting,
-        max_kv_bytes=None if max_kv is None else bytes_of("max_kv", max_kv),
+        max_batch=serving.max_batch, max_waiting=serving.max_waiting,
+        max_kv_bytes=None if serving.max_kv is None else bytes_of("max_kv", serving.max_kv),
     )  # fmt: skip
-    keys = ApiKeys(
-        _keys_text(api_keys),
-        Tenant(namespace=index.namespace, collections=tuple(collection or ())),
-    )
-    if api_keys is not None and not keys:
-        raise InvalidOption(f"--api-keys {api_keys} holds no key; give one a line, or leave it out")
+    collections = tuple(serving.collection or ())
+    keys = ApiKeys(text, Tenant(namespace=index.namespace, collections=collections))
+    if serving.api_keys is not None and not keys:
+        raise InvalidOption(
+            f"--api-keys {serving.api_keys} holds no key; give one a line, or leave it out"
+        )
     namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
     ingested = index.as_ingested(asked)
     model = ingested.model
-    chosen = [*given_methods([method] if method else [], settings or []), None][0]
     of_engines = EngineOptions(
-        **options, method=chosen, eviction=eviction_of(eviction, eviction_budget),
+        **options, method=answering.chosen, eviction=answering.rule,
         store_bits=ingested.store_bits,
         # equal parts, so that no namespace affects the times of another
-        prefix_bytes=bytes_of("prefix_bytes", prefix_bytes) // len(namespaces),
+        prefix_bytes=bytes_of("prefix_bytes", serving.prefix_bytes) // len(namespaces),
     )  # fmt: skip
-    served = Settings(
-        model_name=name or (Path(model).resolve().name if Path(model).exists() else model),
-        most_tokens=max_tokens, timeout_s=timeout, logs_prompts=log_prompts,
-        max_body_bytes=bytes_of("max_body", max_body), grace_s=grace,
+    settings = Settings(
+        model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
+        most_tokens=serving.max_tokens, timeout_s=serving.timeout,
+        logs_prompts=serving.log_prompts, max_body_bytes=bytes_of("max_body", serving.max_body),
+        grace_s=serving.grace,
     )  # fmt: skip
 
     def say(at: str) -> None:
-        typer.echo(f"samkv: serving {served.model_name} on {at}/v1", err=True)
+        typer.echo(f"samkv: serving {settings.model_name} on {at}/v1", err=True)
 
-    with listen_on(host, port, keys) as listening:  # before the model, which loads slowly
+    # before the model, which loads slowly
+    with listen_on(serving.host, serving.port, keys) as listening:
         database = index.database
         for _, wanted in asked:
             database.collection(wanted)
         database.check([wanted for _, wanted in asked])  # here, where a crash would come again
         for tenant in keys.tenants:
-            require_own_records(index.folder, tenant.namespace, database, tenant.collections)
+            own = replace(index, namespace=tenant.namespace)
+            own.require_own_records(database, tenant.collections)
         use_threads_for(model)
         loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
         of_engines["hot_bytes"] = hot_budget(loaded, of_engines.get("hot_bytes")) // len(namespaces)
@@ -102,19 +144,4 @@ def serve(
         )
         for tenant in keys.tenants:  # here, where a folder that cannot be used ends the command
             tenancy.engine(tenant).chunks.warn_if_none_fits()
-        run(create_app(tenancy, keys, served), listening, served.grace_s, say)
-
-
-def _keys_text(file: Path | None) -> str:
-    """The lines of the file with keys; without a file, those of the variable."""
-    variable = os.environ.get(KEYS_VARIABLE, "")
-    if file is None:
-        return variable.replace(";", "\n")
-    if variable:
-        raise InvalidOption(f"--api-keys and the variable {KEYS_VARIABLE} are both given; give one")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(
-            f"--api-keys {file} cannot be read ({error}); give a file with a key in each line"
-        ) from error
+        run(create_app(tenancy, keys, settings), listening, settings.grace_s, say)

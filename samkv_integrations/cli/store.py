@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, store_in
+from samkv_integrations.cli.loading import Caches, Index
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.formatting import Row, count, size
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 DAMAGE_LEFT = SOME_LEFT = 1
 """Exit code if damaged caches remain, or if caches could not be copied."""
@@ -32,23 +27,52 @@ SYNCED = ("collection", "n_records", "n_cached", "n_linked", "n_pruned", "bytes_
 SHOWN_DAMAGE = 20
 NO_LIMIT = "none"
 
-app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)
+
+@dataclass(frozen=True, kw_only=True)
+class Synced:
+    """What `sync` compares."""
+
+    collections: Annotated[list[str] | None, typer.Option("--collection")] = None
+    """A collection; repeat for more. Default: all."""
+    grace_s: Annotated[float, typer.Option("--grace")] = 3600.0
+    """Keep unused caches younger than this many seconds."""
 
 
-@app.command(cls=args.Command)
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What `budget` sets."""
+
+    max_bytes: str | None = None
+    """A size such as 20GB, or none. Default: show the limit."""
+    namespace: str | None = None
+    """Limit this namespace only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgotten:
+    """What `forget` deletes."""
+
+    files: Annotated[list[Path] | None, typer.Argument(exists=True)] = None
+    """Documents whose cached chunks are deleted."""
+    texts: Annotated[list[str] | None, typer.Option("--text")] = None
+    """The text of a chunk; repeat for more."""
+    beginnings: bool = False
+    """Delete the exact beginnings of the namespace; questions make new ones."""
+
+
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Show the size and the use of the chunk caches, by model and namespace.
 
     "head" marks exact beginnings: second caches of chunks that stood first in prompts, computed
     behind the prompt's head.
     """
-    store = store_in(folder)
+    store = Caches(folder=folder).store()
     found = store.stats(everyone=True)
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
     shown = [{**row, "prefix": _prefix(row["prefix"])} for row in rows]
     limit = "" if found.max_bytes is None else f" of {size(found.max_bytes)}"
     said = f"{count(found.n_chunks, 'chunk')}, {size(found.bytes)}{limit} in {store.path}"
-    _show("stats", rows, tables.rows_table(shown, STATS), said, as_json=as_json)
+    tables.report("store stats", None, rows, tables.rows_table(shown, STATS), said, as_json=as_json)
 
 
 def _prefix(named: str) -> str:
@@ -60,31 +84,22 @@ def _prefix(named: str) -> str:
     return str(len(named.split(",")) if named else 0)
 
 
-@app.command(cls=args.Command)
-@args.with_flags
-def sync(
-    index: Index, collections: args.Collections = None, grace_s: args.Grace = 3600.0,
-    as_json: args.Json = False,
-) -> None:  # fmt: skip
+def sync(index: Index, what: Synced, as_json: args.Json = False) -> None:
     """Bring caches into line with the records: build missing ones, delete unused ones."""
-    names = list(dict.fromkeys(collections or ())) or index.database.names()
+    names = list(dict.fromkeys(what.collections or ())) or index.database.names()
     if not names:
         raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
     links = index.links(names)
     # unused caches belong to no collection: prune once, after the last one
-    done = [link.sync(prune=link is links[-1], grace_s=grace_s, progress=True) for link in links]
+    done = [
+        link.sync(prune=link is links[-1], grace_s=what.grace_s, progress=True) for link in links
+    ]
     rows = [{"collection": name, **asdict(row)} for name, row in zip(names, done, strict=True)]
     model = links[0].engine.model.name
-    _show("sync", rows, tables.rows_table(rows, SYNCED), as_json=as_json, model=model)
+    tables.report("store sync", model, rows, tables.rows_table(rows, SYNCED), as_json=as_json)
 
 
-@app.command(cls=args.Command)
-def forget(
-    files: args.DeletedFiles = None, texts: args.DeletedTexts = None,
-    beginnings: args.ForgetBeginnings = False,
-    folder: args.Folder = Path(".samkv"), namespace: args.Namespace = "",
-    remote: args.Remote = None, as_json: args.Json = False,
-) -> None:  # fmt: skip
+def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None:
     """Delete the caches and texts of documents, for all models. Loads no model.
 
     Records stay, so delete them first ('samkv remove'), or their texts are cached again. Every
@@ -93,15 +108,15 @@ def forget(
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
 
-    documents = [read_document(file, follows_links=True).text for file in files or ()]
-    bodies = {normalise(text) for text in texts or ()} - {""}
-    if not documents and not bodies and not beginnings:
+    documents = [read_document(file, follows_links=True).text for file in given.files or ()]
+    bodies = {normalise(text) for text in given.texts or ()} - {""}
+    if not documents and not bodies and not given.beginnings:
         raise EmptyInput(
             "nothing to forget; name the files of documents, or give --text or --beginnings"
         )
-    store = store_in(folder, namespace, remote)
+    store = caches.store()
     row, said = {}, []
-    if beginnings:
+    if given.beginnings:
         row["n_beginnings"] = store.delete_beginnings()
         said.append(f"{count(row['n_beginnings'], 'exact beginning')} deleted from {store.path}")
     if documents or bodies:
@@ -113,12 +128,11 @@ def forget(
             "store are not touched"
             if row["n_chunks"]
             else f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
-            f"{namespace!r})"
+            f"{caches.namespace!r})"
         )
-    _show("forget", [row], *said, as_json=as_json)
+    tables.report("store forget", None, [row], *said, as_json=as_json)
 
 
-@app.command(cls=args.Command)
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Delete unusable files of all namespaces: unfinished ones, damaged ones, texts without cache.
 
@@ -126,14 +140,15 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
     """
     from samkv_integrations.cache.upkeep import gc as collect_garbage
 
-    done = collect_garbage(store_in(folder))
+    done = collect_garbage(Caches(folder=folder).store())
     flat = asdict(done.recovered) | {n: v for n, v in vars(done).items() if n != "recovered"}
-    _show("gc", [asdict(done)], tables.rows_table([flat]), as_json=as_json)
+    tables.report("store gc", None, [asdict(done)], tables.rows_table([flat]), as_json=as_json)
 
 
-@app.command(cls=args.Command)
 def verify(
-    folder: args.Folder = Path(".samkv"), repair: args.Repair = False, as_json: args.Json = False
+    folder: args.Folder = Path(".samkv"),
+    repair: Annotated[bool, typer.Option("--repair", help="Delete damaged caches.")] = False,
+    as_json: args.Json = False,
 ) -> None:
     """Verify all bytes of every cache of every namespace. Exit code 1 if one is damaged.
 
@@ -141,7 +156,7 @@ def verify(
     """
     from samkv_integrations.cache.upkeep import verify as verify_caches
 
-    found = verify_caches(store_in(folder), repair=repair, progress=True)
+    found = verify_caches(Caches(folder=folder).store(), repair=repair, progress=True)
     n_damaged = len(found.damaged)
     row = {"n_chunks": found.n_chunks, "n_bytes": found.n_bytes, "n_damaged": n_damaged,
            "n_repaired": found.n_repaired}  # fmt: skip
@@ -154,31 +169,31 @@ def verify(
         lines.append("a cache that cannot be read stays; check its permissions, and the disk")
     elif n_damaged:
         lines.append("a prompt that needs one computes it again; 'samkv store sync' computes all")
-    _show("verify", [asdict(found)], tables.rows_table([row]), *lines, as_json=as_json)
+    tables.report(
+        "store verify", None, [asdict(found)], tables.rows_table([row]), *lines, as_json=as_json
+    )
     if n_damaged > found.n_repaired:
         raise typer.Exit(DAMAGE_LEFT)
 
 
-@app.command(cls=args.Command)
-def budget(
-    max_bytes: args.Budget = None, namespace: args.BudgetNamespace = None,
-    folder: args.Folder = Path(".samkv"), as_json: args.Json = False,
-) -> None:  # fmt: skip
+def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
     """Show or set the most bytes of caches on disk, for every process.
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
     from samkv_integrations.cache.index.index import bytes_of
 
-    store = store_in(folder)
-    if max_bytes is not None:
-        limit = None if max_bytes == NO_LIMIT else bytes_of("max_bytes", max_bytes)
+    store = Caches(folder=folder).store()
+    n_before = store.stats(everyone=True).n_chunks
+    if limit.max_bytes is not None:
+        is_none = limit.max_bytes == NO_LIMIT
+        n_bytes = None if is_none else bytes_of("max_bytes", limit.max_bytes)
         most, quota = store.index.budget()
-        if namespace is None:
-            most = limit
+        if limit.namespace is None:
+            most = n_bytes
         else:
-            quota = {name: value for name, value in quota.items() if name != namespace}
-            quota |= {} if limit is None else {namespace: limit}
+            quota = {name: value for name, value in quota.items() if name != limit.namespace}
+            quota |= {} if n_bytes is None else {limit.namespace: n_bytes}
         store.set_budget(most, quota)
     # a row for all namespaces together (None), and for each one with caches or a limit
     most, quota = store.index.budget()
@@ -191,15 +206,13 @@ def budget(
         {"namespace": name, "bytes": n_bytes, "max_bytes": quota.get(name)}
         for name, n_bytes in taken.items()
     ]
-    shown = [{**rows[0], "namespace": "all"}, *rows[1:]]
-    _show("budget", rows, tables.rows_table(shown), as_json=as_json)
+    table = tables.rows_table([{**rows[0], "namespace": "all"}, *rows[1:]])
+    evicted = n_before - held.n_chunks
+    said = [f"{count(evicted, 'cache')} evicted"] if evicted > 0 else []
+    tables.report("store budget", None, rows, table, *said, as_json=as_json)
 
 
-@app.command(cls=args.Command)
-def push(
-    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
+def push(caches: Caches, as_json: args.Json = False) -> None:
     """Copy local caches to the remote tier. Exit code 1 if some cannot be copied.
 
     'samkv ingest --remote' does it at once; this is for caches that were made without it, or while
@@ -207,35 +220,34 @@ def push(
     """
     from samkv_integrations.cache.upkeep import push as push_caches
 
-    store = store_in(folder, namespace, remote, is_new=False)
+    store = caches.store(is_new=False)
     done = push_caches(store, progress=True)
-    _show("push", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
+    tables.report(
+        "store push", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
+    )
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
 
 
-@app.command(cls=args.Command)
 def pull(
-    folder: args.Folder = Path(".samkv"), remote: args.Remote = None,
-    max_bytes: args.PullBytes = None,
-    namespace: args.Namespace = "", as_json: args.Json = False,
-) -> None:  # fmt: skip
+    caches: Caches,
+    max_bytes: Annotated[
+        str | None, typer.Option("--bytes", help="Most bytes to fetch, such as 4GB.")
+    ] = None,
+    as_json: args.Json = False,
+) -> None:
     """Fetch caches of other machines, newest first, before questions need them."""
     from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
-    store = store_in(folder, namespace, remote)
+    store = caches.store()
     done = pull_caches(store, max_bytes=limit, progress=True)
-    _show("pull", [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json)
+    tables.report(
+        "store pull", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
+    )
 
 
-def _show(
-    command: str, rows: Sequence[Row], *shown: Table | str, as_json: bool, model: str | None = None
-) -> None:
-    """Write the result of a command, as JSON or for people."""
-    if as_json:
-        tables.write_json(f"store {command}", model, rows)
-        return
-    for each in shown:
-        tables.console().print(each, soft_wrap=isinstance(each, str))
+app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)
+for each in (stats, sync, forget, gc, verify, budget, push, pull):
+    app.command(cls=args.Command)(args.with_flags(each))

@@ -13,15 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samkv_integrations.formatting import (
-    Row,
-    percent,
-    ratio,
-    seconds,
-    size,
-    to_json,
-    visible,
-)
+from samkv_integrations.formatting import Row, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
 """Width of tables in files and pipes, in columns."""
@@ -42,11 +34,16 @@ def console(*, stderr: bool = False) -> Console:
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
-def write_json(
-    command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
-) -> None:
-    """Write the output of ``--json``. model: its name, if the command has one. See `to_json`."""
-    typer.echo(to_json(command, model, rows, more))
+def report(
+    command: str, model: str | None, rows: Iterable[Row], *shown: Table | str, as_json: bool,
+    more: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write the result of a command: the object of ``--json``, see `to_json`, or ``shown``."""
+    if as_json:
+        typer.echo(to_json(command, model, rows, more))
+        return
+    for each in shown:
+        console().print(each, soft_wrap=isinstance(each, str))
 
 
 def table(

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
-from typing import TYPE_CHECKING, cast
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, store_in
+from samkv_integrations.cli.loading import Index, Retrieval
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.formatting import count, ratio
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What is asked, and what a setting may lose."""
+
+    questions: Annotated[Path, typer.Option(exists=True)]
+    """JSON Lines file: question, answers, and documents if they are known."""
+    lose: float = 3.0
+    """Accepted loss of right answers against full prefill, in points."""
+    minutes: float = 10.0
+    """Most minutes of measuring."""
+    writes: Annotated[bool, typer.Option("--write/--no-write")] = True
+    """Write the setting beside the caches."""
+
 
 LEGEND = """\
 points: right answers more than full prefill, on the same questions, with 95 % interval
@@ -21,12 +39,7 @@ points: right answers more than full prefill, on the same questions, with 95 % i
 first token, KV: shares of full prefill's"""
 
 
-def tune(
-    index: Index, questions: args.TuneQuestions, collection: args.Collection = "documents",
-    lose: args.Lose = 3.0, minutes: args.Minutes = 10.0, top_k: args.TopK = 4,
-    max_new_tokens: args.MaxNewTokens = 64, chat: args.Chat = None, writes: args.Writes = True,
-    as_json: args.Json = False,
-) -> None:  # fmt: skip
+def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json = False) -> None:
     """Find the fastest setting with as many right answers as full prefill, on your questions."""
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine.costs import name_of
@@ -43,38 +56,39 @@ def tune(
         with_documents,
     )
 
-    given = read_questions(questions)
+    given, lose, most = read_questions(tuning.questions), tuning.lose, retrieval.max_new_tokens
     with_gold = [one for one in given if one.has_gold]
     asked = list({(one.question, one.documents): one for one in with_gold}.values())
     if len(asked) < LEAST_QUESTIONS:
         raise EmptyInput(
-            f"{questions} has {count(len(asked), 'different question')} with gold answers, and "
-            f"{LEAST_QUESTIONS} are needed (3 to choose a setting, 2 to check it); add lines with "
-            '"question" and "answers"'
+            f"{tuning.questions} has {count(len(asked), 'different question')} with gold answers, "
+            f"and {LEAST_QUESTIONS} are needed (3 to choose a setting, 2 to check it); add lines "
+            'with "question" and "answers"'
         )
     random.Random(0).shuffle(asked)
+    collection = index.collection(retrieval.collection)
     opened = index.database.collection(collection)
     as_before = index.as_ingested([(index.namespace, collection)])
-    store_in(index.folder, index.namespace, index.remote)  # raises if there is none
+    index.store()  # raises if there is none
     made = index.engine(as_before)  # whose memory and idle work would change what is measured
     engine = Engine(
         made.model, made.store, scheduler=made.scheduler, prefix_bytes=0, exact_beginnings=False
     )
     store = cast("ChunkStore", engine.store)
     store.require(engine.fingerprint)
-    in_chat = engine.model.asks_in_chat if chat is None else chat
+    in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
     settings = candidates(engine.model.name, engine.store_bits)
     methods = {label: setting.to_method() for label, setting in settings.items()}
-    measurer = Measurer(engine, methods, max_new_tokens=max_new_tokens, chat=in_chat)
-    run = Run(measurer.compare, lose=lose, minutes=minutes)
+    measurer = Measurer(engine, methods, max_new_tokens=most, chat=in_chat)
+    run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
     if store.note(name_of(engine.model)) is None:  # `auto` decides by what passes cost
         engine.calibrate()
     retrieved = with_documents(
-        ChromaLink(opened, engine), asked, top_k=top_k, max_new_tokens=max_new_tokens, chat=in_chat
+        ChromaLink(opened, engine), asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat
     )
     result = run.tune([*settings], retrieved.questions)
     setting = recommended(result, settings, lose, collection)
-    written = write_tuned(store.path, setting) if writes and setting else None
+    written = write_tuned(store.path, setting) if tuning.writes and setting else None
     left_out = {
         "without_answers": len(given) - len(with_gold), "repeated": len(with_gold) - len(asked),
         "too_long": retrieved.too_long, "uncached": retrieved.uncached,
@@ -83,22 +97,18 @@ def tune(
         not is_in_documents(one.answers, one.documents) for one in retrieved.questions
     )
     line = setting.line if setting else f"--method {FULL}"
-    if as_json:
-        more = {
-            "lose": lose / 100, **left_out, "answers_in_no_document": n_elsewhere,
-            "recommended": line, "why": result.why,
-            "held_out": [asdict(one) for one in result.held_out],
-            "written": str(written) if written else None,
-        }  # fmt: skip
-        rows = [asdict(one) for one in result.standings]
-        tables.write_json("tune", as_before.model, rows, more)
-        return
-    out = tables.console()
+    more = {
+        "lose": lose / 100, **left_out, "answers_in_no_document": n_elsewhere,
+        "recommended": line, "why": result.why,
+        "held_out": [asdict(one) for one in result.held_out],
+        "written": str(written) if written else None,
+    }  # fmt: skip
+    told: list[Any] = []
     reasons = ", ".join(f"{n} {why.replace('_', ' ')}" for why, n in left_out.items() if n)
     if reasons:
-        out.print(f"{count(sum(left_out.values()), 'question')} left out: {reasons}.")
+        told.append(f"{count(sum(left_out.values()), 'question')} left out: {reasons}.")
     if n_elsewhere:
-        out.print(
+        told.append(
             f"{count(n_elsewhere, 'question')} with answers that stand in none of the retrieved "
             "chunks, counted all the same."
         )
@@ -112,9 +122,10 @@ def tune(
             for each in standings
         ]  # fmt: skip
         if cells:
-            out.print(f"\n{title}:", tables.table(titles, cells))
-    out.print(LEGEND)
+            told += [f"\n{title}:", tables.table(titles, cells)]
     why = "" if setting else f": {result.why}"
-    out.print(f"\nRecommended: {line}{why}", soft_wrap=True)
+    told += [LEGEND, f"\nRecommended: {line}{why}"]
     if written is not None:
-        out.print(f"Written to {written}, for {as_before.model!r}; explicit arguments win.")
+        told.append(f"Written to {written}, for {as_before.model!r}; explicit arguments win.")
+    rows = [asdict(one) for one in result.standings]
+    tables.report("tune", as_before.model, rows, *told, as_json=as_json, more=more)

@@ -69,16 +69,14 @@ def check_prefix(prefix: object) -> None:
             f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
             "ingest again"
         )
-    if prefix not in get_args(PrefixPolicy):
-        raise InvalidOption(f"prefix={prefix!r}; allowed: {', '.join(get_args(PrefixPolicy))}")
+    InvalidOption.unless_among("prefix", prefix, get_args(PrefixPolicy))
 
 
 def check_on_miss(on_miss: str) -> None:
     """Raises InvalidOption if ``on_miss`` is nothing that can be done for a missed chunk."""
     from samkv_integrations.prompt.resolve import OnMiss
 
-    if on_miss not in get_args(OnMiss):
-        raise InvalidOption(f"on_miss={on_miss!r}; allowed: {', '.join(get_args(OnMiss))}")
+    InvalidOption.unless_among("on_miss", on_miss, get_args(OnMiss))
 
 
 def check_timeout(timeout: Any) -> None:  # noqa: ANN401
@@ -252,11 +250,9 @@ class OwnAnswerOptions(TypedDict, total=False):
     ]  # fmt: skip
     """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with
     finish_reason 'length'. Needs the extra 'structured'."""
-    timeout: Annotated[
-        float | None, Option(default=None, unset="no limit", check=check_timeout, flag=False)
-    ]
+    timeout: Annotated[float | None, Option(default=None, unset="no limit", check=check_timeout)]
     """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
-    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss, flag=False)]
+    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss)]
     """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
     only where that takes no longer than full prefill), 'text' (compute it with the rest of the
     prompt, keep nothing) or 'error'."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic.json_schema import SkipJsonSchema
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.index.index import bytes_of
@@ -13,7 +17,12 @@ from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions, check_options
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.fields import OWN_ENGINE_OPTIONS, Arguments, EngineFields
+from samkv_integrations.llm.fields import (
+    OWN_ENGINE_OPTIONS,
+    Arguments,
+    EngineFields,
+    unknown_option,
+)
 from samkv_integrations.model.loading import load_model, load_tokenizer
 from samkv_integrations.model.model import Model
 
@@ -196,3 +205,35 @@ class EngineRef:
 
     def __reduce__(self) -> tuple[type[EngineRef], tuple[()]]:
         return EngineRef, ()
+
+
+class WithEngine(Arguments):
+    """A component of a framework that is made with ``llm`` or ``engine``, and keeps an `EngineRef`.
+
+    llm, engine: one of the two; None once the component has the engine.
+    """
+
+    llm: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
+    engine: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
+
+    _engine: EngineRef = PrivateAttr(default_factory=EngineRef)
+
+    def _use(self) -> None:
+        self._engine = EngineRef.of(self.llm, self.engine)
+        self.llm = self.engine = None
+
+
+_Given = ParamSpec("_Given")
+
+
+def known_arguments(init: Callable[_Given, None]) -> Callable[_Given, None]:
+    """A constructor that raises UnknownOption, with what was meant, for an unknown argument."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @wraps(init)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        for name in kwargs.keys() - set(known):
+            raise unknown_option(f"argument of {type(args[0]).__name__}", name, known, {})
+        init(*args, **kwargs)
+
+    return checked

@@ -138,6 +138,8 @@ def _of_framework(request: Request, error: HTTPException) -> Failure:
         )  # fmt: skip
     what = f"{request.method} {request.url.path[:80]}"
     message = f"{what}: {error.detail}; /openapi.json lists what there is"
+    if error.status_code == 405:
+        return Failure(405, message, code="method_not_allowed")
     return Failure(error.status_code, message, code="not_found")
 
 

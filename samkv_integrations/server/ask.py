@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -21,7 +21,7 @@ from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.llm.local_llm import usage_of
 from samkv_integrations.methods import METHODS
 from samkv_integrations.prompt.rag_template import rag_prompt
-from samkv_integrations.server.bodies import Body, Usage, with_stream
+from samkv_integrations.server.bodies import Samkv, Usage, with_stream
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import BoundedRoute, Service
 from samkv_integrations.server.tenancy import Tenant
@@ -49,12 +49,12 @@ def _asked(text: str) -> str:
     return text
 
 
-class Question(Body):
+class Question(Samkv):
     """``POST /v1/samkv/ask``.
 
     collection: optional if the key may ask only one. top_k: chunks to retrieve. max_tokens: most
     tokens of the answer; None for the server's limit, or less if the context window is smaller.
-    method, eviction: None for the server's. chat: whether to use the model's chat template; None
+    chat: whether to use the model's chat template; None
     for yes if it has one, except for the built-in model.
     """
 
@@ -68,8 +68,6 @@ class Question(Body):
     collection: str | None = None
     top_k: Annotated[int, Field(ge=1, le=MAX_TOP_K)] = 4
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    method: str | None = None
-    eviction: str | None = None
     chat: bool | None = None
     stream: bool = False
 
@@ -136,8 +134,8 @@ def router(service: Service) -> APIRouter:
         in_chat = engine.model.asks_in_chat if body.chat is None else body.chat
         return await service.respond(
             request, engine, rag_prompt(body.question, texts, chat=in_chat),
-            AnswerOptions(method=body.method, eviction=body.eviction),
-            writer, chunks=texts, most_tokens=body.max_tokens, is_streamed=body.stream,
+            cast(AnswerOptions, body.given), writer, chunks=texts,
+            most_tokens=body.max_tokens, is_streamed=body.stream,
         )  # fmt: skip
 
     @routes.get("/collections")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -23,8 +23,8 @@ from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.llm.fields import AnswerFields, SamplingFields
 from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, turn_of
-from samkv_integrations.model.sampling import OPTIONS
 from samkv_integrations.prompt.resolve import OnMiss
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
@@ -215,7 +215,7 @@ class SchemaFormat(Body):
 class ResponseFormat(Body):
     """The form of an answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: SchemaFormat | None = None
 
     @property
@@ -230,31 +230,33 @@ class ResponseFormat(Body):
         return self.json_schema.schema_
 
 
-class Samkv(Body):
-    """Options that OpenAI's API does not have, see `OwnAnswerOptions`; None for the server's."""
+class Samkv(AnswerFields, Body):
+    """Options that OpenAI's API does not have, see `OwnAnswerOptions`.
+
+    Those of the server take the place of what is absent. timeout: at most the server's.
+    """
 
     method: str | None = None
     eviction: str | None = None
-    on_miss: OnMiss | None = None
+    on_miss: OnMiss = "compute"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that are not absent."""
+        return self.model_dump(include={*AnswerFields.model_fields}, exclude_unset=True)
 
 
-class Asked(Body):
-    """The fields that all requests for answers share.
+class Asked(SamplingFields, Body):
+    """The fields that all requests for answers share, beside those of sampling.
 
     max_tokens: most tokens of the answer; None for the server's limit, or less if the context
-    window is smaller. temperature, ..., seed: see `SamplingOptions`.
+    window is smaller.
     """
 
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
         Field(max_length=MAX_STOPS),
@@ -282,9 +284,8 @@ class Asked(Body):
     @property
     def options(self) -> dict[str, Any]:
         """The options that were given, except the length of the answer."""
-        given = {name: getattr(self, name) for name in OPTIONS if name != "max_new_tokens"}
-        given |= {"stop": self.stop or None, **self.samkv.model_dump()}
-        return {name: value for name, value in given.items() if value is not None}
+        given = self.model_dump(include={*SamplingFields.model_fields}, exclude_unset=True)
+        return given | self.samkv.given | ({"stop": self.stop} if self.stop else {})
 
 
 class AskedInChat(Asked):
@@ -292,9 +293,11 @@ class AskedInChat(Asked):
 
     tool_choice: which tool must be called: ``none``, ``auto``, ``required``, or a name, also as
     OpenAI's API has it. parallel_tool_calls: whether an answer may hold several calls.
-    safety_identifier, prompt_cache_key: accepted and ignored.
+    max_completion_tokens: another name of max_tokens. safety_identifier, prompt_cache_key: accepted
+    and ignored.
     """
 
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     top_logprobs: Zero = 0
     parallel_tool_calls: bool = True
     tools: Sequence[Tool | Function] = []
@@ -303,34 +306,27 @@ class AskedInChat(Asked):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    _length: ClassVar[str]
-    """Another name of max_tokens."""
-
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        if self.max_tokens is not None and getattr(self, self._length) is not None:
-            raise PydanticCustomError(
-                "length",
-                "max_tokens and {other} are the same thing; give one",
-                {"other": self._length},
-            )
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise PydanticCustomError("length", "max_tokens is given under two names; give one")
         return self
 
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of the answer, if the client names a number."""
-        return cast(int | None, getattr(self, self._length)) or self.max_tokens
+        return self.max_completion_tokens or self.max_tokens
 
     @property
-    def form(self) -> ResponseFormat | None:
-        """The requested format: text, JSON object or JSON schema; None if none was given."""
+    def form(self) -> ResponseFormat:
+        """The requested form of the answer."""
         raise NotImplementedError
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that were given, except the length of the answer; and those of tools."""
-        options, form = super().options, self.form
-        if form is not None and (schema := form.schema_of_answer) is not None:
+        options = super().options
+        if (schema := self.form.schema_of_answer) is not None:
             options["json_schema"] = schema
         if self.tools and self.tool_choice != "none":
             if "json_schema" in options:
@@ -351,17 +347,14 @@ class ChatRequest(AskedInChat):
 
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = ResponseFormat()
     logprobs: Literal[False] = False
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
     store: Literal[False] = False
 
-    _length: ClassVar[str] = "max_completion_tokens"
-
     @property
-    def form(self) -> ResponseFormat | None:
-        """The form of the answer, if the client names one."""
+    def form(self) -> ResponseFormat:
+        """The form of the answer."""
         return self.response_format
 
 
@@ -438,18 +431,15 @@ class ResponseRequest(AskedInChat):
 
     tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = []
     input: Annotated[
-        Messages,
-        BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]),
+        Messages, BeforeValidator(_as_messages, json_schema_input_type=str | list[Message])
     ]
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, alias="max_output_tokens")] = None
     text: TextOptions = TextOptions()
     store: bool = False
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=0)] = []
-
-    _length: ClassVar[str] = "max_output_tokens"
 
     @property
     def turns(self) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
@@ -124,14 +125,10 @@ class _Writer:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._parts.calls:
             message |= {"content": text or None, "tool_calls": self._calls()}
+        choice = {"message": message} if self._is_chat else {"text": text}
         return {
             **self._head,
-            "choices": [
-                _choice(
-                    {"message": message} if self._is_chat else {"text": text},
-                    self._reason(answer.finish_reason),
-                )
-            ],
+            "choices": [_choice(choice, self._reason(answer.finish_reason))],
             "usage": usage_of(answer.report),
             "samkv": answer.report.to_dict() | {"model": self._head["model"]},
         }
@@ -139,26 +136,25 @@ class _Writer:
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The data of the events of a stream."""
         head = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+
+        def chunk(choice: dict[str, Any], reason: str | None = None, **more: Any) -> dict[str, Any]:
+            return {**head, "choices": [_choice(choice, reason)], **more}
+
         if self._is_chat:
-            first = {"delta": {"role": "assistant", "content": ""}}
-            yield {**head, "choices": [_choice(first)]}
+            yield chunk({"delta": {"role": "assistant", "content": ""}})
         async for text in self._parts.pieces(stream):
-            piece = {"delta": {"content": text}} if self._is_chat else {"text": text}
-            yield {**head, "choices": [_choice(piece)]}
+            yield chunk({"delta": {"content": text}} if self._is_chat else {"text": text})
         for number, call in enumerate(self._calls()):
-            yield {
-                **head,
-                "choices": [_choice({"delta": {"tool_calls": [{"index": number} | call]}})],
-            }
+            yield chunk({"delta": {"tool_calls": [{"index": number} | call]}})
         last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
-        end = _choice(last, self._reason(stream.finish_reason))
+        reason = self._reason(stream.finish_reason)
         # the report names the model as this machine does, such as by a folder
         cost = {"samkv": stream.report.to_dict() | {"model": head["model"]}}
-        if not self._includes_usage:
-            yield {**head, "choices": [end], **cost}
-            return
-        yield {**head, "choices": [end]}
-        yield {**head, "choices": [], "usage": usage_of(stream.report), **cost}
+        if self._includes_usage:
+            yield chunk(last, reason)
+            yield {**head, "choices": [], "usage": usage_of(stream.report), **cost}
+        else:
+            yield chunk(last, reason, **cost)
 
     def _calls(self) -> list[dict[str, Any]]:
         return [
@@ -210,12 +206,10 @@ class _ResponseWriter:
         }  # fmt: skip
         part, place = {"type": "output_text", "text": "", "annotations": []}, {"output_index": 0}
         at = place | {"item_id": self._item, "content_index": 0}
-        number = 0
+        numbers = count()
 
         def event(name: str, /, **data: Any) -> dict[str, Any]:
-            nonlocal number
-            number += 1
-            return {"type": f"response.{name}", "sequence_number": number - 1, **data}
+            return {"type": f"response.{name}", "sequence_number": next(numbers), **data}
 
         yield event("created", response=begun)
         yield event("in_progress", response=begun)

@@ -23,9 +23,7 @@ from samkv_integrations.errors import (
     shown,
 )
 
-_TOO_LATE = (
-    "the answer was not complete within the server's --timeout; ask for fewer tokens, or ask later"
-)
+_TOO_LATE = "the answer was not complete within its timeout; ask for fewer tokens, or ask later"
 _STORE = (
     "the server's store of chunk caches failed; its log says how, under the x-request-id of this "
     "response"
@@ -33,10 +31,7 @@ _STORE = (
 _FIELD = re.compile(r"(\w+)=|unknown (\w+) ")
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
 """Characters of a message; the middle of a longer one, such as a value, is left out."""
-_HEADERS = {
-    401: {"www-authenticate": "Bearer"},
-    429: {"retry-after": "1"},
-}
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
 _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
     (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (ChunkNotCached, 400, "invalid_request_error", "chunk_not_cached"),

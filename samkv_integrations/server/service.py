@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.failures import Failure, gone
 from samkv_integrations.server.tenancy import Tenancy, Tenant
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 """No cache stores an answer, and nginx forwards each event at once."""
 
@@ -75,30 +76,18 @@ class Metrics:
     def __init__(self, scheduler: Scheduler) -> None:
         own = self._registry = CollectorRegistry()
         ProcessCollector(registry=own)  # memory, file descriptors, CPU
-        self._requests = Counter(
-            "samkv_requests", "Requests by path and status.", ("path", "status"), registry=own
+        counter = partial(Counter, registry=own)
+        seconds = partial(Histogram, registry=own, buckets=_SECONDS)
+        self._requests = counter("samkv_requests", "Requests by path, status.", ("path", "status"))
+        self._prompt = counter("samkv_prompt_tokens", "Tokens of prompts by source.", ("source",))
+        self._generated = counter("samkv_generated_tokens", "Tokens of answers.")
+        self._chunks = counter("samkv_chunks", "Chunks of prompts by outcome.", ("outcome",))
+        self._read = counter("samkv_read_bytes", "Bytes read from chunk caches.")
+        self._first = seconds("samkv_time_to_first_token_seconds", "From request to first token.")
+        self._wait = seconds("samkv_wait_seconds", "The part of it until the model was free.")
+        self._per_token = seconds(
+            "samkv_time_per_output_token_seconds", "Of answers of two tokens and more."
         )
-        self._prompt = Counter(
-            "samkv_prompt_tokens", "Tokens of prompts, by where they came from.", ("source",),
-            registry=own,
-        )  # fmt: skip
-        self._generated = Counter("samkv_generated_tokens", "Tokens of answers.", registry=own)
-        self._chunks = Counter(
-            "samkv_chunks", "Chunks of prompts, by what became of them.", ("outcome",), registry=own
-        )
-        self._read = Counter("samkv_read_bytes", "Bytes read from chunk caches.", registry=own)
-        self._first = Histogram(
-            "samkv_time_to_first_token_seconds", "From the request to the first token.",
-            buckets=_SECONDS, registry=own,
-        )  # fmt: skip
-        self._wait = Histogram(
-            "samkv_wait_seconds", "The part of it until the model was free.",
-            buckets=_SECONDS, registry=own,
-        )  # fmt: skip
-        self._per_token = Histogram(
-            "samkv_time_per_output_token_seconds", "Of answers of two tokens and more.",
-            buckets=(0.005, *_SECONDS), registry=own,
-        )  # fmt: skip
         for name, help_, value in (
             ("samkv_requests_running", "Answers that have begun.", lambda: scheduler.load.running),
             ("samkv_requests_waiting", "Answers that have not.", lambda: scheduler.load.waiting),
@@ -223,7 +212,9 @@ class Service:
                 window = engine.model.context_window
                 n_tokens = await off_loop(engine.count_tokens, prompt, most=window)
                 most = max(1, min(self.settings.most_tokens, window - n_tokens))
-            given = options | {"max_new_tokens": most, "timeout": self.settings.timeout_s}
+            ends = [options.get("timeout"), self.settings.timeout_s]
+            timeout = min((each for each in ends if each is not None), default=None)
+            given = options | {"max_new_tokens": most, "timeout": timeout}
             return await engine.astream(prompt, chunks, **given)
 
         async def whole() -> Answer:

@@ -93,6 +93,14 @@ def test_a_collection_that_is_unknown_or_empty(town: Path, tiny: str) -> None:
     assert "collection 'empty' is empty" in error_of(*asked, "--collection", "empty")
 
 
+def test_the_only_collection_needs_no_name(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny, "--collection", "notes")
+    (row,) = rows_of("ask", "Who?", "--max-new-tokens", "1")
+    assert len(row["sources"]) == 4
+    ran("ingest", str(town), "--collection", "others")
+    assert "'documents'; known: notes, others" in error_of("ask", "Who?")
+
+
 ACTING = "\x1b[31mred\x1b]0;title\x07 \x9b2J\u202eback \x08\r\x7f"
 
 

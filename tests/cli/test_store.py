@@ -140,8 +140,9 @@ class TestBudget:
         ran(*budget, "--max-bytes", "1.5 MiB", "--namespace", "tenant")
         quota = {"namespace": "tenant", "bytes": 0, "max_bytes": 3 * 2**19}
         assert quota in rows_of(*budget)
-        ran(*budget, "--max-bytes", str(taken // 2))
-        assert 0 < filled.stats().n_chunks < 6
+        shown = ran(*budget, "--max-bytes", str(taken // 2))
+        assert 0 < (n_left := filled.stats().n_chunks) < 6
+        assert f"{6 - n_left} caches evicted" in shown
         assert rows_of(*budget)[0]["bytes"] <= taken // 2
         assert quota in rows_of(*budget, "--max-bytes", "none")
         assert rows_of(*budget, "--max-bytes", "none", "--namespace", "tenant")[0] == {

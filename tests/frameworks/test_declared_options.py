@@ -17,6 +17,7 @@ from samkv_integrations.cli.app import app
 from samkv_integrations.engine import options
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.option import declared
+from samkv_integrations.server.bodies import Samkv
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
 OF_LLMS = {
@@ -52,6 +53,14 @@ class TestAllThatThereAre:
         known = {each.name for each in found.commands[command].params}
         flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
         assert flags == {"exact_beginnings", "hot_bytes"} <= known
+        if command == "ask":
+            of_answers = declared(options.OwnAnswerOptions).items()
+            flags = {name for name, (_, each) in of_answers if each.flag}
+            assert flags == {"draft", "on_miss", "timeout"} <= known
+
+    def test_are_fields_of_the_server(self) -> None:
+        for name, (_, option) in declared(options.OwnAnswerOptions).items():
+            assert (name in Samkv.model_fields) is option.in_llms
 
     def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
         for group in ("ModelOptions", "StoreOptions", "EngineOptions", "OwnAnswerOptions"):

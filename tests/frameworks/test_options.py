@@ -14,7 +14,7 @@ from langchain_samkv import ChatSamKV, SamKV
 from langchain_samkv.base import LocalModel
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.model.sampling import OPTIONS
 from tests.support.asked import listen
 from tests.support.records import builtin
@@ -89,7 +89,7 @@ def test_pipelines_notice_another_store() -> None:
     steps = [SamKVCacheTransform(engine=each) for each in (*engines, engines[0])]
     one, two, again = (get_transformation_hash(nodes, step) for step in steps)
     assert one == again != two
-    with pytest.raises(TypeError, match="store_id"):
+    with pytest.raises(UnknownOption, match="store_id"):
         SamKVCacheTransform(engine=engines[0], store_id="mine")  # type: ignore[call-arg]
     moved = SamKVCacheTransform.from_dict(steps[0].to_dict(), engine=engines[1])
     assert moved.store_id == steps[1].store_id != steps[0].store_id

@@ -246,3 +246,14 @@ async def test_stop_strings_that_hold_others_up(stop: list[str], app: App) -> No
 async def test_a_path_with_a_slash_too_many(app: App) -> None:
     reply = await app.client.posted(f"{CHAT}/", chat())
     assert (reply.status, reply.error["code"]) == (404, "not_found"), reply.text
+
+
+async def test_a_method_that_a_path_does_not_have(app: App) -> None:
+    reply = await app.client.begin("PUT", CHAT, [b""]).end()
+    assert (reply.status, reply.error["code"]) == (405, "method_not_allowed"), reply.text
+
+
+async def test_a_timeout_of_the_client_is_at_most_the_servers(make_app: Callable[..., App]) -> None:
+    for given, ours in ((1e-6, None), (1e-6, 60.0), (60.0, 1e-6)):
+        reply = await make_app(timeout_s=ours).client.posted(CHAT, chat(samkv={"timeout": given}))
+        assert (reply.status, reply.error["code"]) == (504, "timeout"), reply.text

@@ -20,7 +20,7 @@ from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.errors import InvalidChunk, InvalidOption, UnknownOption
 from tests.support.chroma_link import assert_in_step, files, keys_of, records
 from tests.support.chroma_server import HOST
 from tests.support.langchain_store import VECTOR, Letters, client_of
@@ -99,7 +99,7 @@ class TestAdd:
         assert type(store) is type(again) is SamKVChroma
         assert_in_step(store, *TEXTS[:4])
         assert {"a", "c", "d"} < set(records(again))
-        with pytest.raises(TypeError, match="persist_dir"):
+        with pytest.raises(UnknownOption, match="did you mean 'persist_directory'"):
             SamKVChroma.from_texts(TEXTS, Letters(), persist_dir=folder, engine=engine)
 
     def test_mistakes_are_said_before_anything_is_computed(

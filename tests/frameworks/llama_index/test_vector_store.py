@@ -33,7 +33,7 @@ from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.errors import InvalidChunk, InvalidOption, UnknownOption
 from tests.support.chroma_link import assert_in_step, client_of, files, keys_of, records
 from tests.support.chroma_server import HOST
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -355,7 +355,7 @@ class TestComponent:
             SamKVChromaVectorStore(collection)
         with pytest.raises(InvalidOption, match="MockLLM has no engine"):
             SamKVChromaVectorStore(collection, llm=MockLLM())
-        with pytest.raises(TypeError, match="chroma_colection"):
+        with pytest.raises(UnknownOption, match="did you mean 'chroma_collection'"):
             SamKVChromaVectorStore(chroma_colection=collection, engine=engine)  # type: ignore[call-arg]
         folder = str(tmp_path / "chroma")
         for where in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
 from weakref import WeakSet
 
@@ -29,7 +30,7 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.types import Model, PydanticProgramMode
+from llama_index.core.types import PydanticProgramMode
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -73,6 +74,23 @@ _NEEDS_ENGINE = "needs_engine"
 """Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
 _T = TypeVar("_T")
 _Made = Callable[[CompletionResponse, ToolAnswer], _T]
+
+
+def _with_schema(name: str) -> Callable[..., Any]:
+    """LlamaIndex's method ``name``, whose answer keeps to the schema of its class."""
+    method = getattr(FunctionCallingLLM, name)
+
+    @wraps(method)
+    def predict(
+        self: SamKVLLM, output_cls: type[BaseModel], prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any,
+    ) -> Any:  # noqa: ANN401  # fmt: skip
+        given = llm_kwargs or {}
+        if self.pydantic_program_mode == PydanticProgramMode.LLM:
+            given = {"json_schema": output_cls.model_json_schema(), **given}
+        return method(self, output_cls, prompt, given, **prompt_args)
+
+    return predict
 
 
 class SamKVLLM(LocalLLM, FunctionCallingLLM):
@@ -225,15 +243,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             is_function_calling_model=bool(self.is_chat_model) and self._takes_tools,
         )
 
-    @property
-    def tokenizer_fn(self) -> Callable[[str], list[int]]:
+    def tokenizer_fn(self, text: str) -> list[int]:
         """A tokenizer for LlamaIndex's `PromptHelper`, which reads only the length of the list.
 
         A handle counts as its chunk, a text as the longer of itself and its `repr`.
         """
-        return self._count
-
-    def _count(self, text: str) -> list[int]:
         return [0] * max(self._n_tokens(form) for form in {text, as_in_repr(text)})
 
     def _count_added(self) -> int:
@@ -303,7 +317,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
         formatted: whether the model reads the prompt unchanged.
         """
-        return self._whole(self._completion_prompt(prompt, formatted), kwargs)
+        return self._whole(self._completion_prompt(prompt, formatted), kwargs, _response)
 
     @llm_completion_callback()
     def stream_complete(
@@ -321,7 +335,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """Like `complete`, off the event loop."""
-        return await self._awhole(self._completion_prompt(prompt, formatted), kwargs)
+        return await self._awhole(self._completion_prompt(prompt, formatted), kwargs, _response)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -341,8 +355,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         template, else by LlamaIndex's default.
         """
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        response = self._whole(prompt, kwargs)
-        return to_chat(response, parts_of(response.text, use))
+        return self._whole(prompt, kwargs, to_chat, use)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -354,8 +367,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Like `chat`, off the event loop."""
         prompt, use = with_tools(self.engine.model, self._chat_prompt(messages), kwargs)
-        response = await self._awhole(prompt, kwargs)
-        return to_chat(response, parts_of(response.text, use))
+        return await self._awhole(prompt, kwargs, to_chat, use)
 
     @llm_chat_callback()
     async def astream_chat(
@@ -368,65 +380,21 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     # -- objects ----------------------------------------------------------------------------
 
-    def structured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Model:
-        """An object of ``output_cls``; llm_kwargs: options of the call.
+    structured_predict = _with_schema("structured_predict")
+    """An object of ``output_cls``; llm_kwargs: options of the call.
 
-        LlamaIndex writes the schema into the prompt, and each token of the answer conforms to it.
-        With ``pydantic_program_mode`` ``function`` the answer is a call of a tool instead.
+    LlamaIndex writes the schema into the prompt, and each token of the answer conforms to it. With
+    ``pydantic_program_mode`` ``function`` the answer is a call of a tool instead.
 
-        Raises:
-            AnswerCut: the answer reached max_new_tokens before it was complete.
-            InvalidOption: the schema of the class cannot be decided token by token.
-            MissingExtra: llguidance is not installed.
-        """
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        found: Model = super().structured_predict(output_cls, prompt, kwargs, **prompt_args)
-        return found
-
-    async def astructured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Model:
-        """Like `structured_predict`, off the event loop."""
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        found: Model = await super().astructured_predict(output_cls, prompt, kwargs, **prompt_args)
-        return found
-
-    def _structured_stream_call(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Generator[Any]:
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        return super()._structured_stream_call(output_cls, prompt, kwargs, **prompt_args)
-
-    async def _structured_astream_call(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> AsyncGenerator[Any]:
-        kwargs = self._with_schema(output_cls, llm_kwargs)
-        return await super()._structured_astream_call(output_cls, prompt, kwargs, **prompt_args)
-
-    def _with_schema(
-        self, output_cls: type[BaseModel], given: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        if self.pydantic_program_mode != PydanticProgramMode.LLM:
-            return given or {}
-        return {"json_schema": output_cls.model_json_schema(), **(given or {})}
+    Raises:
+        AnswerCut: the answer reached max_new_tokens before it was complete.
+        InvalidOption: the schema of the class cannot be decided token by token.
+        MissingExtra: llguidance is not installed.
+    """
+    astructured_predict = _with_schema("astructured_predict")
+    """Like `structured_predict`, off the event loop."""
+    _structured_stream_call = _with_schema("_structured_stream_call")
+    _structured_astream_call = _with_schema("_structured_astream_call")
 
     # -- tools ------------------------------------------------------------------------------
 
@@ -462,11 +430,9 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         **kwargs: Any,
     ) -> ChatResponse:
         """The response; without parallel calls it keeps only its first call."""
-        calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-        if not allow_parallel_tool_calls and len(calls) > 1:
-            response.message.blocks = [
-                block for block in response.message.blocks if block not in calls[1:]
-            ]
+        others = [] if allow_parallel_tool_calls else _calls_of(response)[1:]
+        blocks = response.message.blocks
+        response.message.blocks = [block for block in blocks if block not in others]
         return response
 
     def get_tool_calls_from_response(
@@ -479,8 +445,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
                 tool_name=block.tool_name,
                 tool_kwargs=arguments_of(block.tool_kwargs),
             )
-            for block in response.message.blocks
-            if isinstance(block, ToolCallBlock)
+            for block in _calls_of(response)
         ]
         if not found and error_on_no_tool_call:
             raise InvalidOption(
@@ -532,17 +497,21 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         if self.cache_retrieved:  # for later prompts, even if `auto` computes this one in full
             self.engine.announce(self.engine.found_in(prompt), "compute")
 
-    def _whole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+    def _whole(
+        self, prompt: Prompt, given: dict[str, Any], made: _Made[_T], use: ToolUse | None = None
+    ) -> _T:
         stream = self._run(prompt, given)
         text = "".join(stream)
         self._end(stream, given)
-        return to_completion(text, stream.report)
+        return made(to_completion(text, stream.report), parts_of(text, use))
 
-    async def _awhole(self, prompt: Prompt, given: dict[str, Any]) -> CompletionResponse:
+    async def _awhole(
+        self, prompt: Prompt, given: dict[str, Any], made: _Made[_T], use: ToolUse | None = None
+    ) -> _T:
         async with await self._arun(prompt, given) as stream:
             text = "".join([delta async for delta in stream])
         self._end(stream, given)
-        return to_completion(text, stream.report)
+        return made(to_completion(text, stream.report), parts_of(text, use))
 
     def _deltas(
         self, stream: AnswerStream, given: Mapping[str, Any], made: _Made[_T],
@@ -581,6 +550,10 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
                 "JSON was complete; give more max_new_tokens, or a schema with bounds (maxLength, "
                 "maxItems)"
             )
+
+
+def _calls_of(response: ChatResponse) -> list[ToolCallBlock]:
+    return [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
 
 
 def _response(response: CompletionResponse, parts: ToolAnswer) -> CompletionResponse:

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.llms import LLM
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
 from pydantic import computed_field
 
 from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import twin
-from samkv_integrations.llm.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import WithEngine
 
 
-class SamKVCacheTransform(TransformComponent):
+class SamKVCacheTransform(WithEngine, TransformComponent):
     """Caches the text of every node. Place it after the splitter, before the embedding model.
 
     Nodes stay as they are, because the text identifies a cache. Images and nodes without text have
@@ -59,22 +57,12 @@ class SamKVCacheTransform(TransformComponent):
 
     show_progress: bool = Field(default=False, description="Whether to show a progress bar.")
 
-    _engine: EngineRef = PrivateAttr()
     _store_id: str = PrivateAttr()
 
-    def __init__(
-        self,
-        *,
-        llm: LLM | None = None,
-        engine: Engine | None = None,
-        show_progress: bool = False,
-    ) -> None:
-        held = EngineRef.of(llm, engine)
-        super().__init__()
-        self.show_progress = show_progress
-        self._engine = held
+    def _use(self) -> None:
+        super()._use()
         # a key depends on the store's secret and the model's fingerprint
-        self._store_id = held.engine.key_of("store_id")
+        self._store_id = self._engine.engine.key_of("store_id")
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Literal, get_args
+from typing import Literal
 
 from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.callbacks import CallbackManager
-from llama_index.core.llms import LLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import (
     BaseNode,
@@ -22,16 +20,14 @@ from llama_index.core.schema import (
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import twin
-from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import EngineRef, WithEngine
 from samkv_integrations.prompt.resolve import OnMiss
 
 Mode = Literal["text", "handle"]
 
 
-class SamKVPostprocessor(BaseNodePostprocessor):
+class SamKVPostprocessor(WithEngine, BaseNodePostprocessor):
     """Announces retrieved nodes to the engine, and decides how prompts hold them. Place it last.
 
     The engine reads the caches while the prompt is built, and counts a node without a cache as a
@@ -77,26 +73,6 @@ class SamKVPostprocessor(BaseNodePostprocessor):
 
     mode: Mode = Field(default="text", description="How prompts hold the nodes.")
     on_miss: OnMiss = Field(default="text", description="What to do for a text without a cache.")
-
-    _engine: EngineRef = PrivateAttr()
-
-    def __init__(
-        self,
-        *,
-        llm: LLM | None = None,
-        engine: Engine | None = None,
-        mode: Mode = "text",
-        on_miss: OnMiss = "text",
-        callback_manager: CallbackManager | None = None,
-    ) -> None:
-        for name, value, allowed in (("mode", mode, Mode), ("on_miss", on_miss, OnMiss)):
-            if value not in get_args(allowed):
-                raise InvalidOption(f"{name}={value!r}; allowed: {', '.join(get_args(allowed))}")
-        held = EngineRef.of(llm, engine)
-        super().__init__(callback_manager=callback_manager or CallbackManager())
-        self.mode = mode
-        self.on_miss = on_miss
-        self._engine = held
 
     @classmethod
     def class_name(cls) -> str:

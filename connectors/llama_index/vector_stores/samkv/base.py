@@ -26,7 +26,7 @@ from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.stream import twin
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef
+from samkv_integrations.llm.engine_args import EngineRef, known_arguments
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):
@@ -86,6 +86,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
     _engine: EngineRef = PrivateAttr()
     _link: ChromaLink | None = PrivateAttr(default=None)
 
+    @known_arguments
     def __init__(
         self,
         chroma_collection: Collection,
