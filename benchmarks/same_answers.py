@@ -101,7 +101,7 @@ def requests(n: int) -> Iterator[dict[str, Any]]:
                     yield found | {"error": type(error).__name__}
                     continue
                 figures = answer.report.to_dict()
-                figures = {k: v for k, v in figures.items() if not k.endswith("_s")}
+                figures = {k: v for k, v in figures.items() if not k.endswith(("_s", "_per_step"))}
                 yield found | {"text": answer.text, "report": figures}
 
 
