@@ -17,7 +17,7 @@ from samkv_integrations.engine.working_cache import DenseCache, as_heads
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE = 8
+_PATIENCE = 4
 """Steps of the same answers, one token each, before a graph is made of the next one."""
 
 _MOST_ROWS = 8
@@ -100,6 +100,8 @@ class Graphs:
     What a graph cannot do is left to `decode`: drafts, working caches of which an eviction rule or
     a window takes entries, layers on several devices, and a step that needs a larger cache, after
     which another graph is made.
+
+    is_off: a graph could not be made, or came to other logits.
     """
 
     def __init__(self, capture: Capture = captured) -> None:
@@ -108,7 +110,7 @@ class Graphs:
         self._n_steps = 0
         self._step: StaticStep | None = None
         self._replay: Callable[[], Tensor] | None = None
-        self._is_off = False
+        self.is_off = False
 
     def decode(
         self, decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]
@@ -118,7 +120,7 @@ class Graphs:
         slots = [slot for cache in caches if (slot := cache.static_slot) is not None]
         is_single = len(tokens) == sum(map(len, tokens)) <= _MOST_ROWS
         is_spread = len(set(decoders[0].model.layer_devices)) > 1
-        if self._is_off or is_spread or not is_single or len(slots) < len(decoders):
+        if self.is_off or is_spread or not is_single or len(slots) < len(decoders):
             return decode(decoders, tokens)
         places = [(ref(cache), cache.keys[0].data_ptr()) for cache in caches]
         if places != self._places:
@@ -151,6 +153,6 @@ class Graphs:
             if not off < _TOLERANCE:
                 raise ArithmeticError(f"its logits are {off:.2f} standard deviations off")
         except Exception as error:
-            self._is_off, self._step, self._replay = True, None, None
+            self.is_off, self._step, self._replay = True, None, None
             _log.warning("answers are decoded without CUDA graphs, which is slower: %s", error)
         return expected
