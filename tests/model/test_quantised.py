@@ -17,6 +17,7 @@ from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, UnsupportedModel
+from samkv_integrations.model.decode_layer import is_plain
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits, plain_logits
@@ -61,8 +62,11 @@ class Packed4(torch.nn.Module):
     """A projection with the tensors of gptqmodel's modules, which transformers puts there.
 
     ``awq``: AwqGEMMLinear, AwqTorchLinear; ``gptq``: TorchLinear; ``marlin``: MarlinLinear, which
-    has integers as parameters. Two of them convert their scales when they first run.
+    has integers as parameters. Two of them convert their scales when they first run. AwqGEMMLinear
+    counts tokens by the first two of three axes.
     """
+
+    __module__ = "gptqmodel.nn_modules.qlinear"
 
     def __init__(self, linear: torch.nn.Linear, kind: str) -> None:
         super().__init__()
@@ -102,6 +106,7 @@ class Packed4(torch.nn.Module):
         return (packed[..., None] >> torch.arange(0, 32, 4) & 15).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 3
         if self.kind != "gptq" and self.scales.dtype != x.dtype:
             self.keep("scales", self.scales.to(x.dtype))
         is_awq = self.kind == "awq"
@@ -191,6 +196,8 @@ def test_ingest_and_a_blended_pass_leave_weights_packed(folder: Path, kind: str)
     assert (report.ran, report.reused) == ("epic", len(CHUNKS)) and report.recompute_ratio < 1
     assert held() == before
     assert model.layer_parameters == loaded(folder, None).layer_parameters
+    if kind in BUFFERS:
+        assert is_plain(hf.config, hf.model.layers[0]), "a layer takes few launches"
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes nf4", *BUFFERS])
