@@ -305,6 +305,8 @@ class Scheduler:
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
+
+    graphs: decodes with CUDA graphs; None, the default, for none.
     """
 
     def __init__(self, model: Model, limits: Limits | None = None) -> None:

@@ -106,7 +106,7 @@ class Graphs:
 
     def __init__(self, capture: Capture = captured) -> None:
         self._capture = capture
-        self._places: list[tuple[ref[DenseCache], int]] = []  # what the steps so far had in common
+        self._places: list[object] = []  # what the steps so far had in common
         self._n_steps = 0
         self._step: StaticStep | None = None
         self._replay: Callable[[], Tensor] | None = None
@@ -119,10 +119,12 @@ class Graphs:
         caches = [each.cache for each in decoders if isinstance(each.cache, DenseCache)]
         slots = [slot for cache in caches if (slot := cache.static_slot) is not None]
         is_single = len(tokens) == sum(map(len, tokens)) <= _MOST_ROWS
-        is_spread = len(set(decoders[0].model.layer_devices)) > 1
+        model = decoders[0].model
+        is_spread = len(set(model.layer_devices)) > 1
         if self.is_off or is_spread or not is_single or len(slots) < len(decoders):
             return decode(decoders, tokens)
-        places = [(ref(cache), cache.keys[0].data_ptr()) for cache in caches]
+        places: list[object] = [(ref(cache), cache.keys[0].data_ptr()) for cache in caches]
+        places.append(model.identity.generation)  # weights may be elsewhere
         if places != self._places:
             self._places, self._n_steps, self._step, self._replay = places, 0, None, None
         self._n_steps += 1
