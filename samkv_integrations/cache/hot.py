@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from typing import ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
-from samkv_integrations.cache.files.chunk_file import ChunkFile
+from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
 from samkv_integrations.cache.index.index import Place
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 
 _HOST = torch.device("cpu")
+
+_MOST_READERS = 16
+
+
+@lru_cache(2)
+def readers(pid: int, purpose: str) -> ThreadPoolExecutor:
+    """Threads that read for questions. By process, as a fork does not inherit threads."""
+    n_threads = min(_MOST_READERS, os.cpu_count() or 1)
+    return ThreadPoolExecutor(n_threads, thread_name_prefix=f"samkv-{purpose}")
 
 
 class HotChunk(MemoryChunk):
@@ -61,6 +73,7 @@ class HotChunks:
         self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
         # the most recently used one last; the file, which is closed, tells whether it is current
         self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache]] = OrderedDict()
+        self._coming: dict[Place, Future[None]] = {}
         self._seen_deletion: int | None = None
         self._lock = threading.Lock()
         HotChunks._all.add(self)
@@ -73,8 +86,10 @@ class HotChunks:
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        """As `Store.open`, which is asked for what is not held."""
+        """As `Store.open`, which is asked for what is not held; waits for what `warm` reads."""
         place = (fingerprint.digest, key)
+        if (coming := self._coming.get(place)) is not None:
+            wait([coming])
         found = self._held.get(place)
         if found is not None and not found[0].is_current():
             self.sweep()
@@ -86,9 +101,42 @@ class HotChunks:
             return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
         with self._lock, suppress(RuntimeError):  # no memory is left: it stays where it is
             if self._held.get(place) is found:  # else it was cleared, and goes with this question
-                cache = cache if self._gpu is None else self._on(self._gpu, cache)
-                self._hold(place, file, cache)
+                self._held.move_to_end(place)
+                if self._gpu is not None and cache.entries.device != self._gpu:
+                    cache = self._on(self._gpu, cache)
+                    self._hold(place, file, cache)
         return HotChunk(cache, fingerprint)
+
+    def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
+        """Begin to read chunks, which a question will use, in threads.
+
+        Those that do not fit into ``max_bytes`` together are left to the question, as are chunks
+        that have no intact file.
+        """
+        free = self.max_bytes
+        with self._lock:
+            for chunk in chunks if free else ():
+                place = (fingerprint.digest, chunk.key)
+                free -= FileLayout(
+                    fingerprint=fingerprint, n_tokens=len(chunk.token_ids),
+                    namespace=self._store.namespace, n_text=len(text_bytes(chunk.text)),
+                ).size  # fmt: skip
+                if free < 0:
+                    break
+                if place in self._held:
+                    self._held.move_to_end(place)
+                elif place not in self._coming:
+                    self._coming[place] = Future()
+                    readers(os.getpid(), "warm").submit(self._read, place, fingerprint)
+
+    def _read(self, place: Place, fingerprint: Fingerprint) -> None:
+        try:
+            with suppress(CacheMiss), self._store.open(place[1], fingerprint) as stored:
+                if (entries := self.room_for(stored)) is not None:
+                    stored.read_layers(0, [*entries])
+                    self.keep(stored, entries)
+        finally:
+            self._coming.pop(place).set_result(None)
 
     def room_for(self, stored: StoredChunk) -> Tensor | None:
         """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""

@@ -215,6 +215,7 @@ class Engine:
                     named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
                     raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         self.store.begin_to_fetch([ref.key for ref in found], chunks.fingerprint)
+        chunks.hot.warm(found, chunks.fingerprint)
         self._reader.expect(found, for_next_prompt=True)
 
     def expect(self, texts: Sequence[str]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Self
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
 from samkv_integrations.cache.chunk import Fingerprint
 from samkv_integrations.cache.formats.quantise import GROUP_TOKENS, Entries
-from samkv_integrations.cache.hot import HotChunk, HotChunks
+from samkv_integrations.cache.hot import HotChunk, HotChunks, readers
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods.base import SelectionInputs
@@ -43,15 +42,6 @@ def _reading(chunk: StoredChunk) -> Iterator[None]:
 
 LAYERS_TOGETHER = 4
 """Layers of a chunk that one read takes, where threads read while layers run."""
-
-_MOST_READERS = 16
-
-
-@lru_cache(1)
-def readers(pid: int) -> ThreadPoolExecutor:
-    """Threads that read for a GPU. By process, as a fork does not inherit threads."""
-    n_threads = min(_MOST_READERS, os.cpu_count() or 1)
-    return ThreadPoolExecutor(n_threads, thread_name_prefix="samkv-read")
 
 
 class Context:
@@ -187,7 +177,7 @@ class Context:
             parts: list[Future[None]] = [Future() for _ in range(0, self.n_layers, LAYERS_TOGETHER)]
             self._coming.append(parts)
             read = list(self._read)  # `release` may drop a layer that needs no entries before
-            work = readers(os.getpid()).submit(self._read_parts, chunk, places, read, parts)
+            work = readers(os.getpid(), "read").submit(self._read_parts, chunk, places, read, parts)
             self._work.append(work)
 
     def _read_parts(

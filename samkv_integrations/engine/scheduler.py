@@ -28,6 +28,7 @@ from samkv_integrations.engine.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.engine.first_token import first_token
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.request import Request
+from samkv_integrations.engine.static_step import Graphs
 from samkv_integrations.errors import InvalidOption, OutOfMemory, Overloaded
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
@@ -290,11 +291,14 @@ class Scheduler:
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
+
+    graphs: decodes with CUDA graphs; None, the default, for none.
     """
 
     def __init__(self, model: Model, limits: Limits | None = None) -> None:
         self.model = model
         self.limits = limits or Limits()
+        self.graphs: Graphs | None = None
         self._starting = threading.Lock()
         self._thread: _Thread | None = None
 
@@ -395,6 +399,7 @@ class Scheduler:
                 self._thread = _Thread(self.limits)
                 weakref.finalize(self, self._thread.stop)
             self._thread.n_torch_threads = torch.get_num_threads()
+            self._thread.graphs = self.graphs
             return self._thread
 
 
@@ -430,6 +435,7 @@ class _Thread:
         self.n_waiting = Counter[str]()
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
+        self.graphs: Graphs | None = None
         self.idle: deque[IdleWork] = deque(maxlen=MOST_IDLE)
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
@@ -610,7 +616,7 @@ class _Thread:
                 decoders.append(answer.decoder)
                 tokens.append([answer.token, *drafted])
             began = time.perf_counter()
-            logits = decode(decoders, tokens)
+            logits = (decode if self.graphs is None else self.graphs.decode)(decoders, tokens)
         except torch.OutOfMemoryError:  # a step that has begun cannot be repeated
             HotChunks.clear_all()
             for answer in batch:

@@ -258,6 +258,15 @@ class DenseCache(WorkingCache):
     def can_rewind(self) -> bool:
         return not (self._keepers and self._slides)
 
+    @property
+    def static_slot(self) -> int | None:
+        """Where all layers write the next token; None if it needs more than writing it there."""
+        if self._weigh is not None or self._windows or not self.can_rewind:
+            return None
+        ends = {(length, len(keys)) for length, keys in zip(self.lengths, self.keys, strict=True)}
+        (slot, n_rooms), *others = ends
+        return slot if slot < n_rooms and not others else None
+
     def rewind(self, n_tokens: int) -> None:
         self.lengths = [max(0, length - n_tokens) for length in self.lengths]
 

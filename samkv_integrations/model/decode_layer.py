@@ -55,12 +55,20 @@ def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
 
 def _is_known(part: nn.Module) -> bool:
     module = type(part).__module__
-    if isinstance(part, nn.Linear | PackedLinear):  # subclasses of others may want three axes
+    if isinstance(part, nn.Linear | PackedLinear):
         return module.partition(".")[0] in _ROOTS
-    return module.startswith("transformers.models.") or type(part) is type(ACT2FN["silu"])
+    kinds = ("transformers.models.", "gptqmodel.")  # the latter for AWQ and GPTQ
+    return module.startswith(kinds) or type(part) is type(ACT2FN["silu"])
 
 
 _ROOTS = ("torch", "bitsandbytes", "torchao", "samkv_integrations")
+
+
+def _product(linear: Any, rows: Tensor, packed: PackedLayer | None = None) -> Tensor:  # noqa: ANN401
+    """(R, n) -> (R, m)."""
+    if packed is not None:
+        return linear.packed_product(rows)  # type: ignore[no-any-return]
+    return linear(rows[None])[0]  # type: ignore[no-any-return]  # AWQ counts tokens by two axes
 
 
 def run(
@@ -81,8 +89,8 @@ def run(
     rows: Tensor = hidden[0]
     normed = _normed(layer.input_layernorm, rows)
     if packed is None:
-        of_heads = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
-        joined = torch.cat(of_heads, 1)
+        of_heads = attention.q_proj, attention.k_proj, attention.v_proj
+        joined = torch.cat([_product(linear, normed) for linear in of_heads], 1)
     else:
         joined = packed.qkv.product(normed)
     heads = joined.view(n_rows, -1, size)
@@ -103,15 +111,13 @@ def run(
         attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling
     )
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
-    project = attention.o_proj if packed is None else attention.o_proj.packed_product
-    rows = rows + project(output)
+    rows = rows + _product(attention.o_proj, output, packed)
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
-        gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+        gate, up = _product(mlp.gate_proj, normed), _product(mlp.up_proj, normed)
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
-    project = mlp.down_proj if packed is None else mlp.down_proj.packed_product
-    rows = rows + project(F.silu(gate) * up)
+    rows = rows + _product(mlp.down_proj, F.silu(gate) * up, packed)
     return rows[None]
 
 

@@ -50,7 +50,6 @@ from samkv_integrations.model.packed_weights import (
     MOST_TOKENS_UNPACKING,
     PackedLinear,
     packed_products,
-    unpacked_of,
 )
 from samkv_integrations.model.quoting import Chat, RenderedPrompt, SpecialTokens
 
@@ -108,8 +107,8 @@ class Model:
         AttentionMaskInterface.register("samkv", sdpa_mask)
         hf.set_attn_implementation("samkv")
         self.hf = hf.train(False)
-        if getattr(quantised, "quant_method", None) == "compressed-tensors":
-            # It unpacks its weights when the model is first called; no layer can run before.
+        if quantised is not None and not is_gguf:
+            # Some unpack weights, or convert scales, when they first run; no layer can run before.
             with torch.no_grad():
                 hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
         # A copy: for each text it is told anew whether special tokens count, under our lock.
@@ -166,9 +165,12 @@ class Model:
     @cached_property
     def layer_parameters(self) -> int:
         """Numbers in the weights of one layer."""
-        layer = self._decoder.layers[0]
-        n_unpacked = sum(each.n_rows * each.n_columns for _, each in unpacked_of(layer))
-        n_numbers: int = n_unpacked + sum(weight.numel() for weight in layer.parameters())
+        n_numbers = 0
+        for part in self._decoder.layers[0].modules():
+            if hasattr(part, "in_features"):  # whose weight may be packed
+                n_numbers += part.in_features * part.out_features
+            else:
+                n_numbers += sum(each.numel() for each in part.parameters(recurse=False))
         return n_numbers
 
     @property

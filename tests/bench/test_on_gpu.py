@@ -27,13 +27,14 @@ def test_the_dry_run_measures_every_part(tmp_path: Path):
     rows = rows_in(file)
     assert not [row for row in rows if "error" in row or "skipped" in row]
     assert list(dict.fromkeys(row["part"] for row in rows)) == list(on_gpu.PARTS)
-    of_first = [row for row in rows if row["part"] == "first" and "cell" in row]
+    of_first = [row for row in rows if row["part"] == "first" and "where" in row]
     assert [row["where"] for row in of_first] == ["hot", "pinned", "disk", "plain"] * 2
     read = [row["bytes_read"] > 0 for row in of_first if row["where"] != "plain"]
     assert read == [False, False, True] * 2
     assert {row["over_plain"] for row in of_first if row["where"] == "plain"} == {1.0}
-    later = [row["batch"] for row in rows if row["part"] == "later" and "batch" in row]
-    assert later == [1, 8]
+    later = [(row["batch"], row["steps"]) for row in rows if "steps" in row]
+    assert later == [(n, name) for n in (1, 8) for name in ("plain", "ours", "graphs")]
+    assert [row["has_graphs"] for row in rows if "has_graphs" in row] == [True]
     assert [row["same"] for row in rows if "same" in row] == [4, 4]
     assert [row["exit"] for row in rows if "exit" in row] == [0], "skipped without a GPU"
 

@@ -105,6 +105,45 @@ def test_a_second_question_reads_nothing_and_has_the_same_answer(
     assert torch.equal(some, cold.logits(CHUNKS[1], CHUNKS[1:2], method="reuse"))
 
 
+def test_a_question_reads_nothing_of_what_was_announced(
+    tmp_path: Path, checked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for what is still being read; what is not intact is the question's to find."""
+    cold, warm = (engine_on(tmp_path, hot_bytes=n) for n in (0, ROOM))
+    cold.cache_chunks(CHUNKS)
+    read = ChunkFile.read_layers
+    monkeypatch.setattr(ChunkFile, "read_layers", lambda *args: (time.sleep(0.1), read(*args)))
+    expected = cold.logits(TWICE, CHUNKS, method="epic", follow=FOLLOW)
+    for engine in (cold, warm):
+        engine.announce([*CHUNKS, "a chunk that nobody has cached"])
+        report = engine.generate(TWICE, CHUNKS, method="epic", max_new_tokens=1).report
+        assert report.reused >= len(CHUNKS) and (report.bytes_read == 0) == (engine is warm)
+    checked.clear()
+    assert torch.equal(warm.logits(TWICE, CHUNKS, method="epic", follow=FOLLOW), expected)
+    assert checked == []
+    file = cold.store.file(cold.key_of(CHUNKS[0]), cold.fingerprint.digest)  # type: ignore[attr-defined]
+    file.write_bytes(file.read_bytes()[:-9])
+    again = engine_on(tmp_path)
+    again.announce(CHUNKS)
+    report = again.generate(PROMPT, CHUNKS, max_new_tokens=1, on_miss="text").report
+    assert report.chunk_misses == {"corrupt": 1} and report.bytes_read == 0
+
+
+def test_an_announcement_evicts_none_of_its_own_chunks(tmp_path: Path) -> None:
+    engine = engine_on(tmp_path)
+    engine.cache_chunks(CHUNKS)
+    engine.generate(CHUNKS[0], CHUNKS[:1], max_new_tokens=1)
+    small = engine_on(tmp_path, hot_bytes=engine.chunks.hot.n_bytes * 3 // 2)  # for one chunk
+
+    def read(text: str) -> int:
+        return small.generate(text, [text], max_new_tokens=1).report.bytes_read
+
+    small.announce(CHUNKS)
+    assert read(CHUNKS[0]) == 0
+    small.announce([CHUNKS[0], *CHUNKS[2:]])
+    assert read(CHUNKS[0]) == 0 and small.chunks.hot.n_bytes <= small.chunks.hot.max_bytes
+
+
 def delete_here(engine: Engine) -> None:
     engine.delete(map(engine.key_of, CHUNKS))
 

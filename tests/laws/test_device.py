@@ -273,7 +273,7 @@ def no_thread_to_read() -> Iterator[Callable[[], object]]:
     goes_on = Event()
     pool = ThreadPoolExecutor(2)
     busy = [pool.submit(goes_on.wait, 60) for _ in range(2)]
-    with mock.patch.object(loader, "readers", lambda pid: pool), pool:
+    with mock.patch.object(loader, "readers", lambda *_: pool), pool:
         yield goes_on.set
         assert not any(each.done() for each in busy) or goes_on.is_set(), "somebody waited"
         goes_on.set()

@@ -13,15 +13,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, UnsupportedModel
+from samkv_integrations.model.decode_layer import is_plain
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits, plain_logits
 from tests.support.models import byte_tokenizer, hf_model
 
-KINDS = ("torchao int8", "torchao int8, activations too", "bitsandbytes 8", "bitsandbytes nf4")
+BUFFERS = ("awq", "gptq", "marlin")
+"""Kinds whose projections have no ``weight``. A CPU has no package for them: see `Packed4`."""
+KINDS = (
+    "torchao int8", "torchao int8, activations too", "bitsandbytes 8", "bitsandbytes nf4", *BUFFERS
+)  # fmt: skip
 ROUNDED = ("torchao int8, activations too", "bitsandbytes 8", "bitsandbytes nf4")
 """Which round activations too; the last one to bfloat16, on CPUs that multiply it."""
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
@@ -52,7 +58,79 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+class Packed4(torch.nn.Module):
+    """A projection with the tensors of gptqmodel's modules, which transformers puts there.
+
+    ``awq``: AwqGEMMLinear, AwqTorchLinear; ``gptq``: TorchLinear; ``marlin``: MarlinLinear, which
+    has integers as parameters. Two of them convert their scales when they first run. AwqGEMMLinear
+    counts tokens by the first two of three axes.
+    """
+
+    __module__ = "gptqmodel.nn_modules.qlinear"
+
+    def __init__(self, linear: torch.nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.kind, self.group_size, self.adapter = kind, 32, None
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        groups = linear.weight.detach().T.unflatten(0, (-1, self.group_size))
+        low, high = groups.amin(1), groups.amax(1)
+        scales = ((high - low) / 15).half()
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+        codes = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, 15).flatten(0, 1)
+        qweight = self.packed(codes) if kind == "awq" else self.packed(codes.T).T.contiguous()
+        self.keep("qweight", qweight)
+        self.keep("qzeros", self.packed(zeros))
+        self.keep("scales", scales)
+        if kind != "awq":
+            group = torch.arange(self.in_features, dtype=torch.int32) // self.group_size
+            self.keep("g_idx", group)
+        if kind == "gptq":
+            shifts = torch.arange(0, 32, 4, dtype=torch.int32)[None, None]
+            self.register_buffer("wf_unsqueeze_zero", shifts, persistent=False)
+        self.bias = None
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        if self.kind == "marlin":
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        else:
+            self.register_buffer(name, tensor)
+
+    @staticmethod
+    def packed(codes: Tensor) -> Tensor:
+        """(n, m) codes -> (n, m / 8) int32."""
+        parts = codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+        return parts.sum(-1).to(torch.int32)
+
+    @staticmethod
+    def codes(packed: Tensor) -> Tensor:
+        return (packed[..., None] >> torch.arange(0, 32, 4) & 15).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 3
+        if self.kind != "gptq" and self.scales.dtype != x.dtype:
+            self.keep("scales", self.scales.to(x.dtype))
+        is_awq = self.kind == "awq"
+        codes = self.codes(self.qweight) if is_awq else self.codes(self.qweight.T).T
+        group = torch.arange(self.in_features) // self.group_size
+        weight = (codes - self.codes(self.qzeros)[group]) * self.scales[group].to(x.dtype)
+        return x @ weight
+
+
+def with_buffers(folder: Path, kind: str, dtype: str) -> Model:
+    from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    for name, module in list(hf.named_modules()):
+        if name.endswith("_proj"):
+            hf.set_submodule(name, Packed4(module, kind))
+    quantised = AwqConfig if kind == "awq" else GPTQConfig
+    hf.config.quantization_config = quantised(bits=4, group_size=32)
+    return Model(hf, byte_tokenizer(bos=True), "tiny")
+
+
 def loaded(folder: Path, kind: str | None, dtype: str = "float32") -> Model:
+    if kind in BUFFERS:
+        return with_buffers(folder, kind, dtype)
     further = {} if kind is None else {"quantization_config": quantisation(kind)}
     return load_model(str(folder), device="cpu", dtype=dtype, model_kwargs=further)
 
@@ -117,6 +195,24 @@ def test_ingest_and_a_blended_pass_leave_weights_packed(folder: Path, kind: str)
     report = engine_of(model).generate(PROMPT, CHUNKS, method="epic", max_new_tokens=3).report
     assert (report.ran, report.reused) == ("epic", len(CHUNKS)) and report.recompute_ratio < 1
     assert held() == before
+    assert model.layer_parameters == loaded(folder, None).layer_parameters
+    if kind in BUFFERS:
+        assert is_plain(hf.config, hf.model.layers[0]), "a layer takes few launches"
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes nf4", *BUFFERS])
+def test_caches_are_found_by_another_load_and_hot_once_announced(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    """Its weights have the same digest before and after they are used."""
+    options = {"store_bits": 16, "prefix": "bos", "hot_bytes": 2**26, "method": "epic"}
+    Engine(loaded(folder, kind), ChunkStore(tmp_path), **options).cache_chunks(CHUNKS)
+    engine = Engine(loaded(folder, kind), ChunkStore(tmp_path), **options)
+    cold = engine.logits(PROMPT, CHUNKS)
+    engine.announce(CHUNKS)
+    report = engine.generate(PROMPT, CHUNKS, max_new_tokens=1, on_miss="error").report
+    assert (report.reused, report.bytes_read) == (len(CHUNKS), 0)
+    assert torch.equal(engine.logits(PROMPT, CHUNKS), cold)
 
 
 def test_half_precision(folder: Path) -> None:
