@@ -197,15 +197,6 @@ class ChunkStore(Store):
             self.shared.learn_models()
         return super().fingerprints()
 
-    def elsewhere(self) -> str | None:
-        totals = self.index.totals(None)
-        if self.namespace or any(not namespace for namespace, *_ in totals):
-            return None  # a named namespace that is empty is a new one
-        names = sorted({repr(namespace) for namespace, *_ in totals})
-        if not names:
-            return None
-        return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
-
     # -- settings and notes ---------------------------------------------------------------------
 
     def note(self, name: str) -> str | None:

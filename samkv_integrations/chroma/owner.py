@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from contextlib import suppress
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.store import Store
@@ -61,32 +60,29 @@ class Ownership:
 
     def try_claim(self) -> None:
         """Like `claim`, but a note that cannot be written is no error: a store may be read-only."""
-        with suppress(_NotWritten):
+        try:
             self.claim()
+        except _Damaged:
+            raise
+        except StoreError:  # read-only, or a remote tier that does not answer
+            pass
 
     def _read(self) -> tuple[str, list[str]] | None:
         """Place and collections of the owner; None if there is no note."""
-        try:
-            text = self._notes.note(self._note)
-        except StoreError as error:  # a remote tier that does not answer
-            raise _NotWritten(str(error)) from error
-        if text is None:
+        if (text := self._notes.note(self._note)) is None:
             return None
         try:
             fields = json.loads(text)
             return str(fields["database"]), [str(id_) for id_ in fields["collections"]]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StoreError(
+            raise _Damaged(
                 f"{self._file}, which names the database of the chunk caches, cannot be read, so "
                 "no cache is deleted; next step: delete it, and open that database before any other"
             ) from error
 
     def _put(self, collections: list[str], *, replace: bool) -> None:
         text = json.dumps({"database": self._place, "collections": collections}, indent=2)
-        try:
-            self._notes.put_note(self._note, text, replace=replace)
-        except StoreError as error:
-            raise _NotWritten(str(error)) from error
+        self._notes.put_note(self._note, text, replace=replace)
 
     def _refusal(self, owner: str) -> InvalidOption:
         ways = "give each database a folder of caches (kv_dir, --dir) or a namespace of its own"
@@ -104,5 +100,5 @@ class Ownership:
         )
 
 
-class _NotWritten(StoreError):
-    """The note could not be read or written."""
+class _Damaged(StoreError):
+    """The note is there and cannot be understood."""

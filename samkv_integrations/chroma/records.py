@@ -143,19 +143,24 @@ class Records:
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """Id and ``source`` of each record that has a ``source``."""
-        ids = self.ids(None)
-        for part in self.slices(len(ids)):
-            found = self.read(self.collection, ids=ids[part], include=["metadatas"])
+        for found in self.pages(self.ids(None), ["metadatas"]):
             for id_, row in zip(found["ids"], found["metadatas"] or (), strict=True):
                 if row and "source" in row:
                     yield id_, str(row["source"])
 
     def keys(self, ids: Sequence[str] | None = None) -> set[str]:
         """The keys in the metadata of records. ids: of which records; None for all."""
-        named, keys = self.ids(None) if ids is None else list(ids), set()
-        for part in self.slices(len(named)):
-            keys |= keys_in(self.read(self.collection, ids=named[part], include=["metadatas"]))
-        return keys
+        pages = self.pages(self.ids(None) if ids is None else ids, ["metadatas"])
+        return {key for found in pages for key in keys_in(found)}
+
+    def pages(
+        self, ids: Sequence[str], include: list[str], where: Mapping[str, Any] | None = None,
+        of: Collection | None = None,
+    ) -> Iterator[GetResult]:  # fmt: skip
+        """The records with these ids, page by page; of: another collection."""
+        for part in self.slices(len(ids)):
+            collection = of or self.collection
+            yield self.read(collection, ids=list(ids[part]), where=where, include=include)
 
     def slices(self, n_records: int) -> Iterator[slice]:
         """Slices of ``n_records`` records, each as much as Chroma reads or writes at once."""

@@ -73,6 +73,12 @@ CREATE TABLE counts(
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
 """
 
+# Digests of the fingerprints of a namespace's beginnings.
+_BEGINNINGS = (
+    f"SELECT digest FROM fingerprints WHERE instr(fields, '\"prefix\": \"{BEHIND}') "
+    "AND digest IN (SELECT digest FROM chunks WHERE namespace = ?)"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -175,7 +181,7 @@ class Index(Database):
                     raise StoreError(f"no room for an exact beginning within {what}")
             chunk = self._insert(connection, entry)
             if is_beginning:
-                self._drop_old_heads(connection, space)
+                self._delete_heads(connection, space, n_kept=MOST_HEADS)
             self._evict(connection, space, chunk if place else -1)
             if place:
                 place()
@@ -320,32 +326,23 @@ class Index(Database):
         connection.execute(
             "REPLACE INTO settings VALUES(?, ?)", [f"deletion {namespace}", secrets.randbits(62)]
         )
-        found = _beginnings(connection, namespace)
-        return sum(self._delete_head(connection, digest) for digest in found)
+        return self._delete_heads(connection, namespace)
 
-    def _drop_old_heads(self, connection: sqlite3.Connection, namespace: str) -> None:
-        """Delete the beginnings behind all heads but the `MOST_HEADS` that were used last."""
-        found = _beginnings(connection, namespace)
-        if len(found) > MOST_HEADS:
-            marks = ", ".join("?" * len(found))
-            by_use = connection.execute(
-                f"SELECT digest FROM chunks WHERE digest IN ({marks}) "
-                "GROUP BY digest ORDER BY max(used_at) DESC", found,
-            ).fetchall()  # fmt: skip
-            for (digest,) in by_use[MOST_HEADS:]:
-                self._delete_head(connection, digest)
-
-    def _delete_head(self, connection: sqlite3.Connection, digest: str) -> int:
-        """Delete those behind one head; how many there were."""
-        self._caches.remove_all(digest)  # also what a killed writer did not tell the index
-        of_digest = "SELECT id FROM chunks WHERE digest = ?"
-        connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
-        (n_there,) = connection.execute(
-            "SELECT count(*) FROM chunks WHERE digest = ? AND state = ?", [digest, PRESENT]
-        ).fetchone()
-        for table in ("chunks", "counts", "fingerprints"):
-            connection.execute(f"DELETE FROM {table} WHERE digest = ?", [digest])
-        return int(n_there)
+    def _delete_heads(
+        self, connection: sqlite3.Connection, namespace: str, n_kept: int = 0
+    ) -> int:
+        """Delete the beginnings behind all heads but those used last; how many there were."""
+        heads = connection.execute(
+            f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE digest IN ({_BEGINNINGS}) "
+            f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", [namespace],
+        ).fetchall()  # fmt: skip
+        for digest, _ in heads:
+            self._caches.remove_all(digest)  # also what a killed writer did not tell the index
+            of_digest = "SELECT id FROM chunks WHERE digest = ?"
+            connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
+            for table in ("chunks", "counts", "fingerprints"):
+                connection.execute(f"DELETE FROM {table} WHERE digest = ?", [digest])
+        return sum(n_there for _, n_there in heads)
 
     # -- budgets ----------------------------------------------------------------------------------
 
@@ -398,14 +395,14 @@ class Index(Database):
 
         fingerprint: None for all but those of beginnings.
         """
-        with self.transaction() as connection:
-            rows = connection.execute(
-                "SELECT DISTINCT key, digest FROM chunks WHERE namespace = ? AND "
-                "digest = coalesce(?, digest) AND state = coalesce(?, state) ORDER BY key",
-                [namespace, fingerprint and fingerprint.digest, PRESENT if are_present else None],
-            ).fetchall()
-            left_out = set() if fingerprint else set(_beginnings(connection, namespace))
-        return list(dict.fromkeys(key for key, digest in rows if digest not in left_out))
+        of_digest = "digest = ?" if fingerprint else f"digest NOT IN ({_BEGINNINGS})"
+        rows = self.rows(
+            f"SELECT DISTINCT key FROM chunks WHERE namespace = ? AND {of_digest} "
+            "AND state = coalesce(?, state) ORDER BY key",
+            namespace, fingerprint.digest if fingerprint else namespace,
+            PRESENT if are_present else None,
+        )  # fmt: skip
+        return [key for (key,) in rows]
 
     def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
         """(digest, key, namespace) of the chunks in these states, those used last first."""
@@ -577,15 +574,6 @@ def _last_deletion(connection: sqlite3.Connection, namespace: str) -> int:
     return int(_setting(connection, "made") if found is None else found)
 
 
-def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
-    """Digests of the fingerprints of a namespace's beginnings."""
-    rows = connection.execute(
-        "SELECT digest, fields FROM fingerprints WHERE digest IN "
-        "(SELECT digest FROM chunks WHERE namespace = ?)", [namespace],
-    )  # fmt: skip
-    return [digest for digest, fields in rows if f'"prefix": "{BEHIND}' in fields]
-
-
 def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> None:
     """Note that caches are used now."""
     sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
@@ -595,13 +583,11 @@ def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> No
 
 def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
     """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
-    connection.execute(
-        "INSERT OR IGNORE INTO counts(namespace, digest) VALUES(?, ?)", [namespace, digest]
-    )
     for name, number in more.items():
         connection.execute(
-            f"UPDATE counts SET {name} = {name} + ? WHERE namespace = ? AND digest = ?",
-            [number, namespace, digest],
+            f"INSERT INTO counts(namespace, digest, {name}) VALUES(?, ?, ?) "
+            f"ON CONFLICT DO UPDATE SET {name} = {name} + excluded.{name}",
+            [namespace, digest, number],
         )
 
 

@@ -111,10 +111,12 @@ class Objects:
             else:
                 self._fs.pipe_file(place, data, mode="create" if is_new else "overwrite")
 
-    def info(self, path: str) -> ObjectInfo:
-        """Size and time of an object. Raises FileNotFoundError."""
-        with self._asked(FileNotFoundError):
-            return _info(self._fs.info(self._place(path)))
+    def exists(self, path: str) -> bool:
+        """Whether there is an object."""
+        with suppress(FileNotFoundError), self._asked(FileNotFoundError):
+            self._fs.info(self._place(path))  # its exists() may take a failure for absence
+            return True
+        return False
 
     def listed(self, path: str) -> dict[str, ObjectInfo]:
         """The objects below a folder, by their paths.
@@ -135,12 +137,11 @@ class Objects:
     def remove(self, path: str) -> bool:
         """Delete an object, even if the place failed a moment ago; whether there was one."""
         self.ask_again()
-        with self._asked():
-            if not self._fs.exists(self._place(path)):
-                return False
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._place(path))
-            return True
+        if not self.exists(path):
+            return False
+        with suppress(FileNotFoundError), self._asked(FileNotFoundError):
+            self._fs.rm_file(self._place(path))
+        return True
 
     def _place(self, path: str) -> str:
         return f"{self.root}/{path}"

@@ -195,11 +195,11 @@ class SharedTier:
     def has(self, digest: str, key: str) -> bool:
         """Whether a chunk is there, or was when this machine looked last."""
         self.refresh_soon()
-        with suppress(CacheMiss, StoreError, FileNotFoundError):
-            if not self._index.is_shared(digest, key):
-                self._check()
-                self.objects.info(self._path((digest, key)))
-            return True
+        with suppress(CacheMiss, StoreError):
+            if self._index.is_shared(digest, key):
+                return True
+            self._check()
+            return self.objects.exists(self._path((digest, key)))
         return False
 
     def begin(self, key: str, digest: str) -> Future[int]:
@@ -334,7 +334,8 @@ class SharedTier:
         before = self._index.shared(self._namespace)
         listed = self.listed()  # after `before`: chunks that are put meanwhile are not deleted
         with _answering():  # each is asked for: a list may lack what cannot be read
-            gone = [place for place in before - listed.keys() if self._is_gone(place)]
+            missing = before - listed.keys()
+            gone = [place for place in missing if not self.objects.exists(self._path(place))]
         if gone:
             self.check_answers()  # a share that was unmounted meanwhile is listed as empty
             self._files.delete(self._namespace, sorted({key for _, key in gone}))
@@ -345,13 +346,6 @@ class SharedTier:
         for begin in range(0, len(new), SLICE):
             self._learn(new[begin : begin + SLICE], listed)
         return listed
-
-    def _is_gone(self, place: Place) -> bool:
-        try:
-            self.objects.info(self._path(place))
-        except FileNotFoundError:
-            return True
-        return False
 
     def learn_models(self) -> None:
         """Index a chunk of each fingerprint that has none here, at most every `REFRESH_S`."""
