@@ -35,12 +35,7 @@ was missing or damaged. The text of all of them is known."""
 MOST = 2**63 - 1
 """SQLite's largest integer."""
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
-_UNITS = {"": 1} | {
-    f"{prefix}{kind}": base**power
-    for power, prefix in enumerate(("", "k", "m", "g", "t"))
-    for kind, base in (("b", 1000), ("ib", 1024))
-}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
 
 MOST_HEADS = 64
 """Prompt heads of which a namespace keeps exact beginnings, those used last."""
@@ -537,8 +532,9 @@ def bytes_of(name: str, size: int | str) -> int:
     """
     n_bytes: float | None = size if type(size) is int else None
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found and found[2].lower() in _UNITS:
-        n_bytes = float(found[1]) * _UNITS[found[2].lower()]
+    if found:
+        power = "_kmgt".index((found[2] or "_").lower())
+        n_bytes = float(found[1]) * (1024 if found[3] else 1000) ** power
     if n_bytes is None or not 1 <= n_bytes <= MOST:
         raise InvalidOption(
             f"{name}={size!r:.40}; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
