@@ -211,7 +211,7 @@ class ChunkStore(Store):
         try:
             if not replace:
                 return write_new(file, text.encode())
-            write_file(file, [text.encode()])
+            write_file(file, text.encode())
         except OSError as error:
             raise cannot("write", file, error) from error
         return True

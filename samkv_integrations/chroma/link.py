@@ -423,10 +423,8 @@ class ChromaLink:
         if k < 1:
             raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
         with chroma_errors(f"collection {name!r} refused the query"):
-            n_records = self.collection.count()
-        if not n_records:
-            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        with chroma_errors(f"collection {name!r} refused the query"):
+            if not self.collection.count():
+                raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
             found = self.collection.query(
                 query_embeddings=[embedding],
                 n_results=k,

@@ -15,7 +15,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from glob import iglob
@@ -70,17 +70,9 @@ def cannot(action: str, path: Path, error: OSError) -> StoreError:
     )
 
 
-def write_file(
-    path: Path,
-    pieces: Iterable[bytes | memoryview],
-    place: Callable[[Path], object] | None = None,
-    *,
-    mode: int = 0o600,
-) -> None:
-    """Write a file atomically and durably.
-
-    place: moves the complete temporary file to ``path``; None to replace what is there.
-    """
+@contextmanager
+def written(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> Iterator[Path]:
+    """A complete temporary file beside ``path``, which the block moves to that place, durably."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -88,10 +80,7 @@ def write_file(
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        if place is None:
-            os.replace(temporary, path)
-        else:
-            place(temporary)
+        yield temporary
     finally:
         with suppress(FileNotFoundError):  # as usual: it has been renamed
             os.unlink(temporary)
@@ -102,13 +91,18 @@ def write_file(
         os.close(folder)
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file atomically, in place of what is there."""
+    with written(path, [data]) as temporary:
+        os.replace(temporary, path)
+
+
 def write_new(path: Path, data: bytes) -> bool:
     """Write a small file unless it exists; whether it was written."""
-    try:
-        write_file(path, [data], lambda temporary: os.link(temporary, path))
-    except FileExistsError:
-        return False
-    return True
+    with suppress(FileExistsError), written(path, [data]) as temporary:
+        os.link(temporary, path)
+        return True
+    return False
 
 
 def read_small(path: Path) -> bytes:
@@ -283,17 +277,14 @@ class ChunkFolder:
         entry_of: makes the index entry from the complete file, before it is moved to its place.
         """
         file = self.file(key, digest)
-
-        def place(temporary: Path) -> None:
-            move = partial(os.replace, temporary, file)
-            self.index.keep(entry_of(temporary), move, unless_deleted_since)
-
         try:
             self.require_own()
             # One by one, so that the store's own folder is not made again if it was removed.
             make_folder(file.parents[1])
             make_folder(file.parent)
-            write_file(file, pieces, place)
+            with written(file, pieces) as temporary:
+                move = partial(os.replace, temporary, file)
+                self.index.keep(entry_of(temporary), move, unless_deleted_since)
         except OSError as error:
             raise cannot("write", file, error) from error
 

@@ -69,10 +69,10 @@ CREATE TABLE counts(
 """
 
 # Digests of the fingerprints of a namespace's beginnings.
-_BEGINNINGS = (
-    f"SELECT digest FROM fingerprints WHERE instr(fields, '\"prefix\": \"{BEHIND}') "
-    "AND digest IN (SELECT digest FROM chunks WHERE namespace = ?)"
-)
+_BEGINNINGS = f"""
+SELECT digest FROM fingerprints WHERE fields LIKE '%"prefix": "{BEHIND}%'
+AND digest IN (SELECT digest FROM chunks WHERE namespace = ?)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,9 +323,7 @@ class Index(Database):
         )
         return self._delete_heads(connection, namespace)
 
-    def _delete_heads(
-        self, connection: sqlite3.Connection, namespace: str, n_kept: int = 0
-    ) -> int:
+    def _delete_heads(self, connection: sqlite3.Connection, namespace: str, n_kept: int = 0) -> int:
         """Delete the beginnings behind all heads but those used last; how many there were."""
         heads = connection.execute(
             f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE digest IN ({_BEGINNINGS}) "

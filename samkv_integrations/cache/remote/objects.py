@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.files.chunk_file import open_regular
-from samkv_integrations.cache.files.folder import write_file
+from samkv_integrations.cache.files.folder import written
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
 
 AT_ONCE = 16
@@ -106,8 +106,8 @@ class Objects:
         with self._asked(*[FileExistsError] * is_new):
             if self.is_local:  # fsspec does not write files atomically
                 os.makedirs(os.path.dirname(place), exist_ok=True)
-                link = (lambda made: os.link(made, place)) if is_new else None
-                write_file(Path(place), [data], link, mode=0o666)
+                with written(Path(place), [data], mode=0o666) as temporary:
+                    (os.link if is_new else os.replace)(temporary, place)
             else:
                 self._fs.pipe_file(place, data, mode="create" if is_new else "overwrite")
 
