@@ -397,7 +397,7 @@ class Store:
                 )  # fmt: skip
                 names = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
                 sums.setdefault(row, Counter()).update(dict(zip(names, figures, strict=True)))
-        rows = tuple(replace(row, **figures) for row, figures in sums.items())
+        rows = tuple(replace(row, **dict[str, Any](figures)) for row, figures in sums.items())
         return StoreStats(
             n_chunks=sum(row.chunks for row in rows if row.prefix != BEHIND_HEADS),
             bytes=sum(row.bytes for row in rows), rows=rows, max_bytes=self.index.budget()[0],

@@ -20,11 +20,11 @@ from tqdm.auto import tqdm
 from samkv_integrations.cache.chunk import ChunkRef, normalise
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import chroma_errors
-from samkv_integrations.chroma.owner import Ownership
 from samkv_integrations.chroma.records import (
     KEY_FIELD,
     IngestResult,
     Metadata,
+    Ownership,
     Records,
     Retrieved,
     SyncResult,
