@@ -254,7 +254,7 @@ MAX_HEADER_BYTES = 1 << 20
 BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What parsing untrusted JSON, and looking up fields in it, may raise."""
 
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_VIEWS = 1024  # buffers of one read: IOV_MAX of Linux and macOS
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
@@ -264,14 +264,15 @@ class NotAFile(OSError):
     """A link, folder, pipe, socket or device where a file should be."""
 
 
-def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading: no link, and no pipe, which could block.
+def open_regular(path: Path, *, follows_links: bool = False) -> FileIO:
+    """Open a regular file for reading: no pipe, which could block.
 
-    Raises OSError; `NotAFile` if it is no regular file.
+    follows_links: whether ``path`` may be a link. Raises OSError; `NotAFile` if it is something
+    else.
     """
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise NotAFile(errno.EINVAL, "not a regular file")
-    return FileIO(os.open(path, _FLAGS))
+    if not stat.S_ISREG(os.stat(path, follow_symlinks=follows_links).st_mode):
+        raise NotAFile(errno.EINVAL, f"{path.name} is no regular file")
+    return FileIO(os.open(path, _FLAGS | (0 if follows_links else os.O_NOFOLLOW)))
 
 
 def _identity(file: FileIO) -> tuple[int, int, int, int]:

@@ -22,7 +22,7 @@ from glob import iglob
 from pathlib import Path
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
-from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile
+from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
 from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
@@ -110,11 +110,9 @@ def read_small(path: Path) -> bytes:
 
     Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
     """
-    flags = os.O_NONBLOCK | os.O_CLOEXEC
-    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SMALL_BYTES:
-            raise OSError(errno.EINVAL, f"{path.name} is no regular file of at most 1 MiB")
+    with open_regular(path, follows_links=True) as file:
+        if os.fstat(file.fileno()).st_size > MAX_SMALL_BYTES:
+            raise OSError(errno.EFBIG, f"{path.name} is larger than 1 MiB")
         return file.read(MAX_SMALL_BYTES)
 
 
@@ -291,15 +289,12 @@ class ChunkFolder:
     def delete(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """Like `Index.delete`, with the files that killed writers left unindexed."""
         gone = self.index.delete(namespace, keys)
-        if keys and (any(map(self._holds, keys)) or self.has_strangers()):
+        named = (f"{32 * _DIGIT}/{k[:2]}/{k}.safetensors" for k in keys if _HEX_NAME.fullmatch(k))
+        left = any(any(iglob(name, root_dir=self.path)) for name in named)
+        if keys and (left or self.has_strangers()):
             reconcile(self)
             gone |= self.index.delete(namespace, keys)
         return gone
-
-    def _holds(self, key: str) -> bool:
-        """Whether a chunk has a file, of any fingerprint."""
-        files = f"{32 * _DIGIT}/{key[:2]}/{key}.safetensors"
-        return bool(_HEX_NAME.fullmatch(key)) and any(iglob(files, root_dir=self.path))
 
     def has_strangers(self) -> bool:
         """Whether a killed writer left files of a fingerprint that is not indexed."""

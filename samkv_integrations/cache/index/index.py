@@ -68,10 +68,10 @@ CREATE TABLE counts(
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
 """
 
-# Digests of the fingerprints of a namespace's beginnings.
+# Digests of the fingerprints of a namespace's beginnings. All states are named for `chunks_of`.
 _BEGINNINGS = f"""
-SELECT digest FROM fingerprints WHERE fields LIKE '%"prefix": "{BEHIND}%'
-AND digest IN (SELECT digest FROM chunks WHERE namespace = ?)
+SELECT digest FROM fingerprints AS made_by WHERE fields LIKE '%"prefix": "{BEHIND}%' AND EXISTS (
+  SELECT 1 FROM chunks WHERE namespace = ?1 AND state IN (0, 1, 2) AND digest = made_by.digest)
 """
 
 
@@ -208,9 +208,10 @@ class Index(Database):
         # a beginning has neither text nor token ids: nobody searches for it
         found = () if entry.fingerprint.is_of_beginning else entry.token_ids
         ids, body = np.asarray(found, "<i4"), text_bytes(entry.text)
+        same = hashlib.blake2b(text_bytes(normalise(entry.text)), digest_size=16).digest()
         connection.execute(
             "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?)",
-            [chunk, entry.namespace, body, _same(entry.text), ids.tobytes()],
+            [chunk, entry.namespace, body, same, ids.tobytes()],
         )
         places = self.windows_of(entry.namespace, entry.digest).first_places(ids)
         connection.executemany(
@@ -326,7 +327,8 @@ class Index(Database):
     def _delete_heads(self, connection: sqlite3.Connection, namespace: str, n_kept: int = 0) -> int:
         """Delete the beginnings behind all heads but those used last; how many there were."""
         heads = connection.execute(
-            f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE digest IN ({_BEGINNINGS}) "
+            f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE namespace = ?1 AND "
+            f"state IN (0, 1, 2) AND digest IN ({_BEGINNINGS}) "
             f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", [namespace],
         ).fetchall()  # fmt: skip
         for digest, _ in heads:
@@ -388,12 +390,10 @@ class Index(Database):
 
         fingerprint: None for all but those of beginnings.
         """
-        of_digest = "digest = ?" if fingerprint else f"digest NOT IN ({_BEGINNINGS})"
         rows = self.rows(
-            f"SELECT DISTINCT key FROM chunks WHERE namespace = ? AND {of_digest} "
-            "AND state = coalesce(?, state) ORDER BY key",
-            namespace, fingerprint.digest if fingerprint else namespace,
-            PRESENT if are_present else None,
+            "SELECT DISTINCT key FROM chunks WHERE namespace = ?1 AND state = coalesce(?2, state) "
+            f"AND (digest = ?3 OR ?3 IS NULL AND digest NOT IN ({_BEGINNINGS})) ORDER BY key",
+            namespace, PRESENT if are_present else None, fingerprint and fingerprint.digest,
         )  # fmt: skip
         return [key for (key,) in rows]
 
@@ -538,11 +538,6 @@ def bytes_of(name: str, size: int | str) -> int:
             f"{name}={size!r:.40}; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
         )
     return int(n_bytes)
-
-
-def _same(text: str) -> bytes:
-    """A hash of the body: equal for chunks with the same one."""
-    return hashlib.blake2b(text_bytes(normalise(text)), digest_size=16).digest()
 
 
 def _limits(connection: sqlite3.Connection, namespace: str) -> list[tuple[int, str, str | None]]:
