@@ -164,20 +164,20 @@ class Index(Database):
         # questions wait for this process's transactions, and must not wait for a beginning
         patience_s = BRIEF_S if is_beginning else BUSY_S
         with self.transaction(writes=True, patience_s=patience_s) as connection:
-            if unless_deleted_since not in (None, _last_deletion(connection, space)):
+            if unless_deleted_since not in (None, self.deletions(space)):
                 raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
-            for limit, what, limited in _limits(connection, space) if place else ():
+            for limit, what, limited in self._limits(space) if place else ():
                 if entry.n_bytes > limit:
                     raise StoreError(
                         f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
                         "next step: samkv store budget, or a larger max_bytes"
                     )
-                if is_beginning and _taken(connection, limited) + entry.n_bytes > limit:
+                if is_beginning and self._taken(limited) + entry.n_bytes > limit:
                     raise StoreError(f"no room for an exact beginning within {what}")
             chunk = self._insert(connection, entry)
             if is_beginning:
-                self._delete_heads(connection, space, n_kept=MOST_HEADS)
-            self._evict(connection, space, chunk if place else -1)
+                self._delete_heads(space, n_kept=MOST_HEADS)
+            self._evict(space, chunk if place else -1)
             if place:
                 place()
             elif self._caches.is_gone(entry.digest, entry.key):
@@ -222,48 +222,39 @@ class Index(Database):
 
     # -- caches that go ---------------------------------------------------------------------------
 
-    def _evict(self, connection: sqlite3.Connection, namespace: str, but: int = -1) -> None:
+    def _evict(self, namespace: str, but: int = -1) -> None:
         """Evict until the limits of a namespace hold. but: a chunk that stays."""
-        for limit, _, space in _limits(connection, namespace):
-            over = _taken(connection, space) - limit
-            while over > 0:
-                oldest = connection.execute(
+        for limit, _, space in self._limits(namespace):
+            over = self._taken(space) - limit
+            while over > 0 and (
+                oldest := self.rows(
                     "SELECT id, digest, key, namespace, bytes FROM chunks WHERE state = ? "
                     "AND namespace = coalesce(?, namespace) AND id != ? ORDER BY used_at LIMIT 1",
-                    [PRESENT, space, but],
-                ).fetchone()
-                if oldest is None:
-                    break
-                chunk, digest, key, of_chunk, n_bytes = oldest
-                self._caches.remove(digest, key)
-                connection.execute(
-                    "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
+                    PRESENT, space, but,
                 )
-                _count(connection, of_chunk, digest, evictions=1)
+            ):  # fmt: skip
+                ((chunk, digest, key, of_chunk, n_bytes),) = oldest
+                self._caches.remove(digest, key)
+                self.rows("UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", EVICTED, chunk)
+                self._count(of_chunk, digest, evictions=1)
                 over -= n_bytes
 
-    def lose(
-        self, places: Iterable[Place], *, are_damaged: bool = False, patience_s: float = BUSY_S
-    ) -> None:
+    def lose(self, places: Iterable[Place], *, are_damaged: bool = False) -> None:
         """Note that caches are missing, or delete damaged ones. Their texts stay known."""
-        with self.transaction(writes=True, patience_s=patience_s) as connection:
+        with self.transaction(writes=True):
             # With a budget a missing cache counts as evicted: the process that evicted it may have
             # been killed before it told the index.
-            has_budget = connection.execute(
-                "SELECT 1 FROM settings WHERE (name = 'max_bytes' OR name GLOB 'quota *') "
-                "AND value NOT NULL"
-            ).fetchone()
-            state = EVICTED if has_budget and not are_damaged else LOST
+            state = EVICTED if any(self.budget()) and not are_damaged else LOST
             for digest, key in places:
                 if are_damaged:
                     self._caches.remove(digest, key)
                 if self._caches.is_gone(digest, key):
-                    found = connection.execute(
+                    found = self.rows(
                         "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
-                        "AND state = ? RETURNING namespace", [state, digest, key, PRESENT],
-                    ).fetchall()  # fmt: skip
+                        "AND state = ? RETURNING namespace", state, digest, key, PRESENT,
+                    )  # fmt: skip
                     for (namespace,) in found if are_damaged else ():
-                        _count(connection, namespace, digest, corrupt=1)
+                        self._count(namespace, digest, corrupt=1)
 
     def compare(self, file: ChunkFile) -> None:
         """Raises StoreError, and makes the index anew, if its token ids are not a sound file's."""
@@ -281,15 +272,14 @@ class Index(Database):
         """
         gone = set()
         with self.transaction(writes=True) as connection:
-            self._delete_beginnings(connection, namespace)
+            self.delete_beginnings(namespace)
             for key in dict.fromkeys(keys):
                 # "+" has SQLite look up the key, rather than scan the namespace
-                found = connection.execute(
+                for chunk, digest, ids in self.rows(
                     "SELECT id, digest, ids FROM chunks LEFT JOIN texts USING(id) WHERE key = ? "
                     "AND +chunks.namespace = ? AND state = coalesce(?, state)",
-                    [key, namespace, state],
-                ).fetchall()
-                for chunk, digest, ids in found:
+                    key, namespace, state,
+                ):  # fmt: skip
                     token_ids = np.frombuffer(ids, "<i4")
                     gone.add(key)
                     self._caches.remove(digest, key)
@@ -299,44 +289,40 @@ class Index(Database):
                          for hashed in self.windows_of(namespace, digest).first_places(token_ids)],
                     )  # fmt: skip
                     for table in ("texts", "chunks"):
-                        connection.execute(f"DELETE FROM {table} WHERE id = ?", [chunk])
-            connection.execute(
-                "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
-            )
+                        self.rows(f"DELETE FROM {table} WHERE id = ?", chunk)
+            self.rows("DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)")
         return gone
 
     def deletions(self, namespace: str) -> int:
         """A number that changes with every deletion in a namespace, and if the index is rebuilt."""
-        with self.transaction() as connection:
-            return _last_deletion(connection, namespace)
+        with self.transaction():
+            last = self.setting(f"deletion {namespace}")  # a random number
+            return int(self.setting("made") if last is None else last)
 
     # -- exact beginnings, see `Fingerprint.behind` -----------------------------------------------
 
     def delete_beginnings(self, namespace: str) -> int:
-        """Delete the beginnings of a namespace; how many there were."""
-        with self.transaction(writes=True) as connection:
-            return self._delete_beginnings(connection, namespace)
+        """Delete the beginnings of a namespace; how many there were.
 
-    def _delete_beginnings(self, connection: sqlite3.Connection, namespace: str) -> int:
-        """Delete all; no cache that was begun before this deletion is kept, see `deletions`."""
-        connection.execute(
-            "REPLACE INTO settings VALUES(?, ?)", [f"deletion {namespace}", secrets.randbits(62)]
-        )
-        return self._delete_heads(connection, namespace)
+        No cache that was begun before is kept, see `deletions`.
+        """
+        with self.transaction(writes=True):
+            self.set(f"deletion {namespace}", secrets.randbits(62))
+            return self._delete_heads(namespace)
 
-    def _delete_heads(self, connection: sqlite3.Connection, namespace: str, n_kept: int = 0) -> int:
+    def _delete_heads(self, namespace: str, n_kept: int = 0) -> int:
         """Delete the beginnings behind all heads but those used last; how many there were."""
-        heads = connection.execute(
+        heads = self.rows(
             f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE namespace = ?1 AND "
             f"state IN (0, 1, 2) AND digest IN ({_BEGINNINGS}) "
-            f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", [namespace],
-        ).fetchall()  # fmt: skip
+            f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", namespace,
+        )  # fmt: skip
         for digest, _ in heads:
             self._caches.remove_all(digest)  # also what a killed writer did not tell the index
             of_digest = "SELECT id FROM chunks WHERE digest = ?"
-            connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
+            self.rows(f"DELETE FROM texts WHERE id IN ({of_digest})", digest)
             for table in ("chunks", "counts", "fingerprints"):
-                connection.execute(f"DELETE FROM {table} WHERE digest = ?", [digest])
+                self.rows(f"DELETE FROM {table} WHERE digest = ?", digest)
         return sum(n_there for _, n_there in heads)
 
     # -- budgets ----------------------------------------------------------------------------------
@@ -349,17 +335,29 @@ class Index(Database):
 
     def set_budget(self, max_bytes: int | None, quota: Mapping[str, int]) -> None:
         """Set the budget, and evict until it holds."""
-        with self.transaction(writes=True) as connection:
-            connection.execute("DELETE FROM settings WHERE name GLOB 'quota *'")
-            connection.executemany(
-                "REPLACE INTO settings VALUES(?, ?)",
-                [("max_bytes", max_bytes), *((f"quota {name}", n) for name, n in quota.items())],
-            )
-            spaces = connection.execute("SELECT DISTINCT namespace FROM chunks").fetchall()
+        with self.transaction(writes=True):
+            self.rows("DELETE FROM settings WHERE name GLOB 'quota *'")
+            self.set("max_bytes", max_bytes)
+            for name, limit in quota.items():
+                self.set(f"quota {name}", limit)
         # A second transaction: if this process is killed while it evicts, the budget is set.
-        with self.transaction(writes=True) as connection:
-            for (namespace,) in spaces:
-                self._evict(connection, namespace)
+        with self.transaction(writes=True):
+            for (namespace,) in self.rows("SELECT DISTINCT namespace FROM chunks"):
+                self._evict(namespace)
+
+    def _limits(self, namespace: str) -> list[tuple[int, str, str | None]]:
+        """Limits for the caches of a namespace: bytes, name, and its namespace (None for all)."""
+        quota, most = self.setting(f"quota {namespace}"), self.setting("max_bytes")
+        limits = (
+            (quota, f"the quota of namespace {namespace!r}", namespace),
+            (most, "the store's max_bytes", None),
+        )
+        return [limit for limit in limits if limit[0] is not None]
+
+    def _taken(self, namespace: str | None) -> int:
+        """Bytes of the caches of a namespace; None for all."""
+        sql = "SELECT coalesce(sum(bytes), 0) FROM chunks WHERE namespace = coalesce(?, namespace)"
+        return int(self.rows(sql, namespace)[0][0])
 
     # -- what requests used -----------------------------------------------------------------------
 
@@ -368,18 +366,29 @@ class Index(Database):
         *, beginning: Place | None = None,
     ) -> None:  # fmt: skip
         """See `Store.record`."""
-        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, digest, used)
+        with self.transaction(writes=True, patience_s=BRIEF_S):
+            self.touch(digest, *used)
             if beginning is not None:
-                _use(connection, beginning[0], [beginning[1]])
-            _count(connection, namespace, digest, hits=len(used), misses=len(missed))
-        if missed:
-            self.lose([(digest, key) for key in missed], patience_s=BRIEF_S)
+                self.touch(*beginning)
+            self._count(namespace, digest, hits=len(used), misses=len(missed))
+            if missed:
+                self.lose([(digest, key) for key in missed])
 
-    def touch(self, digest: str, key: str) -> None:
-        """See `Store.touch`."""
-        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, digest, [key])
+    def touch(self, digest: str, *keys: str) -> None:
+        """Note that caches are used now."""
+        with self.transaction(writes=True, patience_s=BRIEF_S):
+            for key in keys:
+                sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
+                self.rows(sql, time.time(), key, digest)
+
+    def _count(self, namespace: str, digest: str, **more: int) -> None:
+        """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
+        for name, number in more.items():
+            self.rows(
+                f"INSERT INTO counts(namespace, digest, {name}) VALUES(?, ?, ?) "
+                f"ON CONFLICT DO UPDATE SET {name} = {name} + excluded.{name}",
+                namespace, digest, number,
+            )  # fmt: skip
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -416,36 +425,32 @@ class Index(Database):
 
     def texts(self, namespace: str, key: str | None = None) -> list[tuple[str, str, str]]:
         """(digest, key, text) of every chunk, or of those with this key."""
-        with self.transaction() as connection:
-            # "+" as in `delete`
-            rows = connection.execute(
-                "SELECT digest, key, body FROM chunks LEFT JOIN texts USING(id) WHERE "
-                + ("chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"),
-                [namespace] if key is None else [namespace, key],
-            )
-            return [
-                (digest, key, body.decode(errors="surrogatepass")) for digest, key, body in rows
-            ]
+        # "+" as in `delete`
+        where = "chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"
+        sql = f"SELECT digest, key, body FROM chunks LEFT JOIN texts USING(id) WHERE {where}"
+        with self.transaction():
+            rows = self.rows(sql, *([namespace] if key is None else [namespace, key]))
+            return [(digest, k, body.decode(errors="surrogatepass")) for digest, k, body in rows]
 
     def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """See `Store.same_texts`."""
-        with self.transaction() as connection:
-            found = set(keys)
+        alike = (
+            "SELECT key FROM chunks JOIN texts USING(id) WHERE texts.namespace = ?1 AND same IN "
+            "(SELECT same FROM chunks JOIN texts USING(id) WHERE key = ?2 "
+            "AND +chunks.namespace = ?1)"
+        )
+        found = set(keys)
+        with self.transaction():
             for key in keys:
-                alike = connection.execute(
-                    "SELECT key FROM chunks JOIN texts USING(id) WHERE texts.namespace = ?1 AND "
-                    "same IN (SELECT same FROM chunks JOIN texts USING(id) WHERE key = ?2 "
-                    "AND +chunks.namespace = ?1)", [namespace, key],
-                )  # fmt: skip
-                found |= {of_one for (of_one,) in alike}
-            return found
+                found |= {of_one for (of_one,) in self.rows(alike, namespace, key)}
+        return found
 
     def fingerprints(self, namespace: str | None = None) -> list[Fingerprint]:
         """The fingerprints of known chunks, by digest. namespace: None for all."""
-        with self.transaction() as connection:
-            rows = connection.execute(
+        with self.transaction():
+            rows = self.rows(
                 "SELECT fields FROM fingerprints WHERE digest IN (SELECT digest FROM chunks "
-                "WHERE namespace = coalesce(?, namespace)) ORDER BY digest", [namespace],
+                "WHERE namespace = coalesce(?, namespace)) ORDER BY digest", namespace,
             )  # fmt: skip
             return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
 
@@ -480,17 +485,17 @@ class Index(Database):
 
     def unshare(self, namespace: str) -> None:
         """Forget which chunks are in the remote tier."""
-        with self.transaction(writes=True) as connection:
-            connection.execute("UPDATE chunks SET is_shared = 0 WHERE namespace = ?", [namespace])
+        with self.transaction(writes=True):
+            self.rows("UPDATE chunks SET is_shared = 0 WHERE namespace = ?", namespace)
 
     # -- settings ---------------------------------------------------------------------------------
 
     def setting(self, name: str) -> Any:  # noqa: ANN401
         """The value of a setting; None if it was never set."""
-        with self.transaction() as connection:
-            return _setting(connection, name)
+        found = self.rows("SELECT value FROM settings WHERE name = ?", name)
+        return found[0][0] if found else None
 
-    def set(self, name: str, value: int | str, *, replace: bool = True) -> bool:
+    def set(self, name: str, value: int | str | None, *, replace: bool = True) -> bool:
         """Set a value; whether it was set. replace: whether in place of an earlier one."""
         sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
         with self.transaction(writes=True) as connection:
@@ -538,48 +543,3 @@ def bytes_of(name: str, size: int | str) -> int:
             f"{name}={size!r:.40}; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
         )
     return int(n_bytes)
-
-
-def _limits(connection: sqlite3.Connection, namespace: str) -> list[tuple[int, str, str | None]]:
-    """Limits for the caches of a namespace: bytes, name, and its namespace (None for all)."""
-    limits = (
-        (_setting(connection, f"quota {namespace}"), f"the quota of namespace {namespace!r}",
-         namespace),
-        (_setting(connection, "max_bytes"), "the store's max_bytes", None),
-    )  # fmt: skip
-    return [limit for limit in limits if limit[0] is not None]
-
-
-def _taken(connection: sqlite3.Connection, namespace: str | None) -> int:
-    """Bytes of the caches of a namespace; None for all."""
-    sql = "SELECT coalesce(sum(bytes), 0) FROM chunks WHERE namespace = coalesce(?, namespace)"
-    (taken,) = connection.execute(sql, [namespace]).fetchone()
-    return int(taken)
-
-
-def _last_deletion(connection: sqlite3.Connection, namespace: str) -> int:
-    """A random number of the last deletion in a namespace; without one, of the index."""
-    found = _setting(connection, f"deletion {namespace}")
-    return int(_setting(connection, "made") if found is None else found)
-
-
-def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> None:
-    """Note that caches are used now."""
-    sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
-    for key in keys:
-        connection.execute(sql, [time.time(), key, digest])
-
-
-def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
-    """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
-    for name, number in more.items():
-        connection.execute(
-            f"INSERT INTO counts(namespace, digest, {name}) VALUES(?, ?, ?) "
-            f"ON CONFLICT DO UPDATE SET {name} = {name} + excluded.{name}",
-            [namespace, digest, number],
-        )
-
-
-def _setting(connection: sqlite3.Connection, name: str) -> Any:  # noqa: ANN401
-    found = connection.execute("SELECT value FROM settings WHERE name = ?", [name]).fetchone()
-    return found[0] if found else None
