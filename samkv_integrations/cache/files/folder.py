@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from glob import iglob
 from pathlib import Path
+from typing import Any
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
 from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
@@ -163,21 +164,9 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
     marker, file = folder / "store.json", folder / "secret"
     if not marker.exists():
         _make_store(folder, given)
-    try:
-        said = json.loads(read_small(marker))
-        version = said["format_version"]
-        check = said["secret_check"] if version == FORMAT_VERSION else ""
-    except BAD_JSON as error:
-        raise StoreError(
-            f"{marker} is damaged; next step: restore it from a copy, or ingest into a new folder"
-        ) from error
-    if version != FORMAT_VERSION:
-        raise StoreError(
-            f"{folder} has format version {version!r}, this release uses {FORMAT_VERSION}; "
-            "next step: ingest into a new folder, or use the release that made this one"
-        )
+    said = marker_fields(read_small(marker), folder, "restore it from a copy")
     secret = read_small(file) if file.exists() else b""
-    if len(secret) != SECRET_BYTES or check_of(secret) != check:
+    if len(secret) != SECRET_BYTES or check_of(secret) != said["secret_check"]:
         raise StoreError(
             f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
             "restore it from a copy, or ingest into a new folder"
@@ -188,6 +177,25 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             f"new folder, or give the secret that is in {file}"
         )
     return secret
+
+
+def marker_fields(data: bytes, place: object, remedy: str) -> dict[str, Any]:
+    """The fields of the marker ``store.json`` of a folder or remote tier.
+
+    Raises StoreError if it is damaged, or of another format version. remedy: of damage.
+    """
+    try:
+        said = json.loads(data)
+        if (version := said["format_version"]) == FORMAT_VERSION:
+            return {**said, "secret_check": str(said["secret_check"])}
+    except BAD_JSON as error:
+        raise StoreError(
+            f"{place}/store.json is damaged; next step: {remedy}, or use another place"
+        ) from error
+    raise StoreError(
+        f"{place} has format version {version!r}, this release uses {FORMAT_VERSION}; "
+        "next step: use another place, or the release that filled this one"
+    )
 
 
 def _make_store(folder: Path, given: bytes | None) -> None:
