@@ -80,7 +80,8 @@ class ChunkStore(Store):
         with suppress(StoreError):  # a damaged index is made anew by the next call
             self.index.budget()
         if limit is not None or quotas:
-            self.set_budget(limit, {**self.index.budget()[1], **quotas})
+            most, others = self.index.budget()
+            self.index.set_budget(most if limit is None else limit, {**others, **quotas})
         self.shared: SharedTier | None = None
         if objects is not None:
             self.shared = SharedTier(self.files, objects, namespace)
