@@ -152,14 +152,13 @@ class Database:
     def _client(self, create: bool) -> ClientAPI:
         if self._address is not None:
             return self._of_server
+        if not create and not os.path.isfile(self._folder / "chroma.sqlite3"):
+            raise InvalidOption(
+                f"{self._folder} holds no Chroma database; ingest documents into it first"
+            )
         settings = _settings()
         from chromadb import PersistentClient
 
-        if not create and not os.path.isfile(self._folder / "chroma.sqlite3"):
-            raise InvalidOption(
-                f"{self._folder} holds no Chroma database; ingest documents into it first, or "
-                "allow access"
-            )
         with chroma_errors(f"Chroma cannot open {self._folder}"):
             return PersistentClient(self._folder, settings=settings)
 

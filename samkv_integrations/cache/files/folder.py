@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from glob import iglob
 from pathlib import Path
 from typing import Any
@@ -289,8 +288,8 @@ class ChunkFolder:
             make_folder(file.parents[1])
             make_folder(file.parent)
             with written(file, pieces) as temporary:
-                move = partial(os.replace, temporary, file)
-                self.index.keep(entry_of(temporary), move, unless_deleted_since)
+                with self.index.keep(entry_of(temporary), unless_deleted_since):
+                    os.replace(temporary, file)
         except OSError as error:
             raise cannot("write", file, error) from error
 
@@ -381,7 +380,7 @@ def reconcile(store: ChunkFolder) -> Recovered:
         store.index.lose(gone)
         for place in sorted(files.keys() - known):
             try:
-                store.index.keep(store.entry(files[place]))
+                store.index.adopt(store.entry(files[place]))
                 n_adopted += 1
             except CacheMiss as miss:
                 if miss.is_damage or miss.reason == "format":

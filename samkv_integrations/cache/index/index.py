@@ -13,7 +13,8 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -145,20 +146,16 @@ class Index(Database):
 
     # -- caches that come -------------------------------------------------------------------------
 
-    def keep(
-        self, entry: Entry, place: Callable[[], object] | None = None,
-        unless_deleted_since: int | None = None,
-    ) -> None:  # fmt: skip
-        """Index a cache, after making room for it by evicting those used least recently.
+    @contextmanager
+    def keep(self, entry: Entry, unless_deleted_since: int | None = None) -> Iterator[None]:
+        """A block that puts a cache in its place, while no other process evicts or deletes.
 
-        A beginning evicts nothing but the beginnings of old heads, see `MOST_HEADS`.
+        The cache is indexed, and the caches used least recently are evicted to make room for it. A
+        beginning evicts nothing but the beginnings of old heads, see `MOST_HEADS`.
 
-        place: moves the cache to its place, while no other process evicts or deletes; None if it
-            is there already.
         unless_deleted_since: what `deletions` said when the cache was begun.
 
-        Raises StoreError if there is no room, CacheMiss ("absent") if the cache has gone, or if
-        something was deleted since.
+        Raises StoreError if there is no room, CacheMiss ("absent") if something was deleted since.
         """
         is_beginning, space = entry.fingerprint.is_of_beginning, entry.namespace
         # questions wait for this process's transactions, and must not wait for a beginning
@@ -166,7 +163,7 @@ class Index(Database):
         with self.transaction(writes=True, patience_s=patience_s) as connection:
             if unless_deleted_since not in (None, self.deletions(space)):
                 raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
-            for limit, what, limited in self._limits(space) if place else ():
+            for limit, what, limited in self._limits(space):
                 if entry.n_bytes > limit:
                     raise StoreError(
                         f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
@@ -177,10 +174,15 @@ class Index(Database):
             chunk = self._insert(connection, entry)
             if is_beginning:
                 self._delete_heads(space, n_kept=MOST_HEADS)
-            self._evict(space, chunk if place else -1)
-            if place:
-                place()
-            elif self._caches.is_gone(entry.digest, entry.key):
+            self._evict(space, chunk)
+            yield
+
+    def adopt(self, entry: Entry) -> None:
+        """Index a cache that is in its place. Raises CacheMiss ("absent") if it has gone."""
+        with self.transaction(writes=True) as connection:
+            self._insert(connection, entry)
+            self._evict(entry.namespace)
+            if self._caches.is_gone(entry.digest, entry.key):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
 
     def learn(self, entries: Iterable[Entry]) -> None:
