@@ -228,14 +228,15 @@ class Index(Database):
         """Evict until the limits of a namespace hold. but: a chunk that stays."""
         for limit, _, space in self._limits(namespace):
             over = self._taken(space) - limit
-            while over > 0 and (
-                oldest := self.rows(
+            while over > 0:
+                oldest = self.rows(
                     "SELECT id, digest, key, namespace, bytes FROM chunks WHERE state = ? "
                     "AND namespace = coalesce(?, namespace) AND id != ? ORDER BY used_at LIMIT 1",
                     PRESENT, space, but,
-                )
-            ):  # fmt: skip
-                ((chunk, digest, key, of_chunk, n_bytes),) = oldest
+                )  # fmt: skip
+                if not oldest:
+                    break
+                chunk, digest, key, of_chunk, n_bytes = oldest[0]
                 self._caches.remove(digest, key)
                 self.rows("UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", EVICTED, chunk)
                 self._count(of_chunk, digest, evictions=1)
