@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.errors import MissingExtra
 
 
 class HashingEmbedding:
@@ -14,16 +14,12 @@ class HashingEmbedding:
     name what they ask about; paraphrases need a learned embedding.
     """
 
-    def __init__(self, n_dims: int = 1024) -> None:
+    def __init__(self) -> None:
         try:
             from sklearn.feature_extraction.text import HashingVectorizer
         except ImportError as error:
             raise MissingExtra.of("scikit-learn", "chroma") from error
-        if n_dims < 1:
-            raise InvalidOption(f"n_dims={n_dims}; it must be at least 1")
-        self._vectorizer = HashingVectorizer(
-            n_features=n_dims, ngram_range=(1, 2), lowercase=True, norm="l2"
-        )
+        self._vectorizer = HashingVectorizer(n_features=1024, ngram_range=(1, 2))
 
     def embed(self, texts: Sequence[str]) -> list[list[float]]:
         """A vector of length 1 for each text; zeros for a text without words."""

@@ -80,7 +80,8 @@ class ChunkStore(Store):
         with suppress(StoreError):  # a damaged index is made anew by the next call
             self.index.budget()
         if limit is not None or quotas:
-            self.set_budget(limit, {**self.index.budget()[1], **quotas})
+            most, others = self.index.budget()
+            self.index.set_budget(most if limit is None else limit, {**others, **quotas})
         self.shared: SharedTier | None = None
         if objects is not None:
             self.shared = SharedTier(self.files, objects, namespace)
@@ -197,15 +198,6 @@ class ChunkStore(Store):
             self.shared.learn_models()
         return super().fingerprints()
 
-    def elsewhere(self) -> str | None:
-        totals = self.index.totals(None)
-        if self.namespace or any(not namespace for namespace, *_ in totals):
-            return None  # a named namespace that is empty is a new one
-        names = sorted({repr(namespace) for namespace, *_ in totals})
-        if not names:
-            return None
-        return f"namespace {' and '.join(names[:3])} of {self.path} (give namespace=)"
-
     # -- settings and notes ---------------------------------------------------------------------
 
     def note(self, name: str) -> str | None:
@@ -220,7 +212,7 @@ class ChunkStore(Store):
         try:
             if not replace:
                 return write_new(file, text.encode())
-            write_file(file, [text.encode()])
+            write_file(file, text.encode())
         except OSError as error:
             raise cannot("write", file, error) from error
         return True

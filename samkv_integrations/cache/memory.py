@@ -98,9 +98,8 @@ class MemoryStore(Store):
         super().__init__(namespace, secret, index, "the memory store")
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
-        place = (chunk.fingerprint.digest, chunk.key)
-        entry = Entry.of(chunk, self.namespace)
-        self.index.keep(entry, lambda: self._chunks.update({place: chunk}), unless_deleted_since)
+        with self.index.keep(Entry.of(chunk, self.namespace), unless_deleted_since):
+            self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None

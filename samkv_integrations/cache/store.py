@@ -377,7 +377,11 @@ class Store:
 
     def elsewhere(self) -> str | None:
         """If the default namespace is empty: namespaces of the store that have caches, in words."""
-        return None
+        names = sorted({namespace for namespace, *_ in self.index.totals(None)})
+        if self.namespace or not names or "" in names:
+            return None  # a named namespace that is empty is a new one
+        named = " and ".join(map(repr, names[:3]))
+        return f"namespace {named} of {self._where} (give namespace=)"
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
         """What the store holds. everyone: of all namespaces, not only of this one."""
@@ -393,9 +397,7 @@ class Store:
                 )  # fmt: skip
                 names = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
                 sums.setdefault(row, Counter()).update(dict(zip(names, figures, strict=True)))
-        rows = tuple(
-            FingerprintStats(**{**asdict(row), **figures}) for row, figures in sums.items()
-        )
+        rows = tuple(replace(row, **dict[str, Any](figures)) for row, figures in sums.items())
         return StoreStats(
             n_chunks=sum(row.chunks for row in rows if row.prefix != BEHIND_HEADS),
             bytes=sum(row.bytes for row in rows), rows=rows, max_bytes=self.index.budget()[0],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -126,23 +126,17 @@ def push(store: ChunkStore, *, progress: bool = False) -> Moved:
     return _move(shared, shared.send, sorted(here - there), "pushing", progress)
 
 
-def pull(
-    store: ChunkStore,
-    keys: Collection[str] | None = None,
-    *,
-    max_bytes: int | None = None,
-    progress: bool = False,
-) -> Moved:
+def pull(store: ChunkStore, *, max_bytes: int | None = None, progress: bool = False) -> Moved:
     """Fetch chunks of the remote tier into the folder, the newest first, and index all of them.
 
-    keys: which to fetch; None for all. max_bytes: stop before a chunk that would exceed it.
+    max_bytes: stop before a chunk that would exceed it.
 
     Raises like `push`.
     """
     shared = _shared(store)
     chunks = shared.refresh()
     by_age = sorted(chunks, key=lambda place: -chunks[place].modified_at)
-    lacking = [p for p in by_age if store.files.is_gone(*p) and (keys is None or p[1] in keys)]
+    lacking = [place for place in by_age if store.files.is_gone(*place)]
     wanted = lacking
     if max_bytes is not None:
         wanted = lacking[: bisect([*accumulate(chunks[p].n_bytes for p in lacking)], max_bytes)]

@@ -9,9 +9,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -63,7 +63,7 @@ def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Co
         UnknownOption: there is no such collection; lists those that exist.
         InvalidOption: there is no database, it cannot be opened, or Chroma refuses the name.
     """
-    return _collection(_client_of_folder(Path(path), create=create), name, create)
+    return Database(Path(path)).collection(name, create=create)
 
 
 def connect_collection(
@@ -100,8 +100,6 @@ class Database:
     def __init__(self, folder: Path, server: str | None = None) -> None:
         self._folder, self._server = folder, server
         self._address = None if server is None else _address(server)
-        self._of_server: ClientAPI | None = None
-        self._opening = threading.Lock()
 
     def __str__(self) -> str:
         return self._server or str(self._folder)
@@ -145,14 +143,24 @@ class Database:
                 "it and ingest its documents again, whose chunk caches are kept"
             )
 
+    @cached_property
+    def _of_server(self) -> ClientAPI:
+        assert self._address is not None
+        host, port, ssl = self._address
+        return client_of_server(host, port, ssl=ssl)
+
     def _client(self, create: bool) -> ClientAPI:
-        if self._address is None:
-            return _client_of_folder(self._folder, create=create)
-        with self._opening:
-            if self._of_server is None:
-                host, port, ssl = self._address
-                self._of_server = client_of_server(host, port, ssl=ssl)
+        if self._address is not None:
             return self._of_server
+        if not create and not os.path.isfile(self._folder / "chroma.sqlite3"):
+            raise InvalidOption(
+                f"{self._folder} holds no Chroma database; ingest documents into it first"
+            )
+        settings = _settings()
+        from chromadb import PersistentClient
+
+        with chroma_errors(f"Chroma cannot open {self._folder}"):
+            return PersistentClient(self._folder, settings=settings)
 
 
 def _last_line(said: bytes) -> str:
@@ -168,18 +176,6 @@ def client_of_server(
 
     with chroma_errors(f"Chroma at {host}:{port} cannot be reached"):
         return HttpClient(host, port, ssl=ssl, headers=dict(headers or {}), settings=settings)
-
-
-def _client_of_folder(folder: Path, *, create: bool) -> ClientAPI:
-    settings = _settings()
-    from chromadb import PersistentClient
-
-    if not create and not os.path.isfile(folder / "chroma.sqlite3"):
-        raise InvalidOption(
-            f"{folder} holds no Chroma database; ingest documents into it first, or allow access"
-        )
-    with chroma_errors(f"Chroma cannot open {folder}"):
-        return PersistentClient(folder, settings=settings)
 
 
 def _settings() -> Settings:

@@ -20,11 +20,11 @@ from tqdm.auto import tqdm
 from samkv_integrations.cache.chunk import ChunkRef, normalise
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import chroma_errors
-from samkv_integrations.chroma.owner import Ownership
 from samkv_integrations.chroma.records import (
     KEY_FIELD,
     IngestResult,
     Metadata,
+    Ownership,
     Records,
     Retrieved,
     SyncResult,
@@ -37,6 +37,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
+    from chromadb.api.types import GetResult
 
 _SAMPLE = 16
 """Records that `ChromaLink.adopt` checks to see whether a collection has caches."""
@@ -215,10 +216,7 @@ class ChromaLink:
     def _delete(self, ids: Sequence[str], where: Mapping[str, Any] | None) -> int:
         doomed: list[str] = []
         keys: set[str] = set()
-        for part in self._records.slices(len(ids)):
-            found = self._records.read(
-                self.collection, ids=list(ids[part]), where=where, include=["metadatas"]
-            )
+        for found in self._records.pages(ids, ["metadatas"], where):
             doomed += found["ids"]
             keys |= keys_in(found)
         self._check_release(keys)
@@ -329,17 +327,16 @@ class ChromaLink:
         ids = self._records.ids(None)
         desc = f"syncing {self.collection.name}"
         with tqdm(total=len(ids), desc=desc, disable=not progress) as bar:
-            for part in self._records.slices(len(ids)):
-                referenced |= self._sync_page(ids[part], build_missing, done)
-                bar.update(len(ids[part]))
+            for rows in self._records.pages(ids, ["documents", "metadatas"]):
+                referenced |= self._sync_page(rows, build_missing, done)
+                bar.update(len(rows["ids"]))
         if prune:
             self._prune(referenced, grace_s, done)
         return SyncResult(**done, seconds=time.perf_counter() - began)
 
-    def _sync_page(self, ids: list[str], build_missing: bool, done: dict[str, int]) -> set[str]:
+    def _sync_page(self, rows: GetResult, build_missing: bool, done: dict[str, int]) -> set[str]:
         """Sync some records and add to the counts in ``done``; returns the keys of their texts."""
         chunks = self.engine.chunks
-        rows = self._records.read(self.collection, ids=ids, include=["documents", "metadatas"])
         documents, metadatas = rows["documents"], rows["metadatas"]
         assert documents is not None and metadatas is not None  # they were asked for
         found = chunks.refer([text or "" for text in documents])
@@ -405,8 +402,7 @@ class ChromaLink:
     def _keys_of_texts(self, collection: Collection) -> set[str]:
         ids = self._records.read(collection, include=[])["ids"]
         keys: set[str] = set()
-        for part in self._records.slices(len(ids)):
-            rows = self._records.read(collection, ids=ids[part], include=["documents"])
+        for rows in self._records.pages(ids, ["documents"], of=collection):
             texts = [text for text in rows["documents"] or () if text and normalise(text)]
             keys |= {ref.key for ref in self.engine.chunks.refer(texts)}
         return keys
@@ -427,10 +423,8 @@ class ChromaLink:
         if k < 1:
             raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
         with chroma_errors(f"collection {name!r} refused the query"):
-            n_records = self.collection.count()
-        if not n_records:
-            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        with chroma_errors(f"collection {name!r} refused the query"):
+            if not self.collection.count():
+                raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
             found = self.collection.query(
                 query_embeddings=[embedding],
                 n_results=k,

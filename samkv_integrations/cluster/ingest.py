@@ -11,8 +11,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
@@ -96,9 +96,9 @@ def cache_on_ray(
     # The last bits of a cache depend on the chunks that share its pass. So batches are formed here,
     # as `ChromaLink.add` forms them in one process, and not by idle workers.
     pages = [range(at, min(at + PAGE_SIZE, len(refs))) for at in range(0, len(refs), PAGE_SIZE)]
-    work: list[tuple[int, list[ChunkRef]]] = []
+    work: list[list[list[ChunkRef]]] = []  # the batches of each page
     places_of: dict[str, list[int]] = {}
-    for number, places in enumerate(pages):
+    for places in pages:
         new: list[ChunkRef] = []
         for place in places:
             if (found := agreed.get(place)) is not None:
@@ -106,29 +106,25 @@ def cache_on_ray(
                     new.append(found)
                 places_of.setdefault(found.key, []).append(place)
         missed = [ref for ref in chunks.look_up(new) if ref.state == "missed"]
-        work += [(number, group) for group in batches(missed, engine.model.device)]
-
-    n_told = 0
-
-    def tell(n_complete: int) -> None:
-        nonlocal n_told
-        for places in pages[n_told:n_complete]:
+        work.append(batches(missed, engine.model.device))
+    sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
+    given = sent, engine.key_of(PROBE), pool.n_cpus
+    all_groups = [*chain.from_iterable(work)]
+    missed_refs = [*chain.from_iterable(all_groups)]
+    texts_of = [[ref.text for ref in group] for group in all_groups]
+    n_cached = len(missed_refs)
+    with (
+        progress_bar(missed_refs, is_shown=progress) as bar,
+        closing(_by_workers(pool, given, texts_of)) as results,
+    ):
+        for places, groups in zip(pages, work, strict=True):
+            for group in groups:
+                for at, why in pickle.loads(next(results)["failed"]).items():
+                    n_cached -= 1
+                    failed |= dict.fromkeys(places_of[group[at].key], why)
+                bar.update(sum(len(ref.token_ids) for ref in group))
             if on_page is not None:
                 on_page(places, {place: failed[place] for place in places if place in failed})
-        n_told = n_complete
-
-    sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
-    n_cached = sum(len(group) for _, group in work)
-    with progress_bar(chain.from_iterable(group for _, group in work), is_shown=progress) as bar:
-        texts_of = [[ref.text for ref in group] for _, group in work]
-        results = _by_workers(pool, (sent, engine.key_of(PROBE), pool.n_cpus), texts_of)
-        for (page, group), result in zip(work, results, strict=True):
-            tell(page)
-            for at, why in pickle.loads(result["failed"]).items():
-                n_cached -= 1
-                failed |= dict.fromkeys(places_of[group[at].key], why)
-            bar.update(sum(len(ref.token_ids) for ref in group))
-    tell(len(pages))
     n_records = len(refs) - len(failed)
     return ClusterIngest(
         n_records=n_records,
@@ -136,7 +132,7 @@ def cache_on_ray(
         n_hit=n_records - n_cached,
         failed=dict(sorted(failed.items())),
         n_evicted=sum(engine.store.is_evicted(key, engine.fingerprint) for key in places_of),
-        bytes_on_disk=chunks.n_bytes([ref for _, group in work for ref in group]),
+        bytes_on_disk=chunks.n_bytes(missed_refs),
         seconds=time.perf_counter() - began,
     )
 
@@ -201,7 +197,7 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
 
 def _by_workers(
     pool: WorkerPool, given: tuple[Any, ...], work: Sequence[Sequence[str]]
-) -> Iterator[Mapping[str, Any]]:
+) -> Generator[Mapping[str, Any]]:
     """The result of each batch of texts, in order. Ray repeats a batch whose worker ended.
 
     given: the arguments of `CacheWorker`.

@@ -163,7 +163,7 @@ def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:
         del values["model"]
         tables[model] = {name: each for name, each in values.items() if each is not None}
     try:
-        write_file(file, [f"{_HEADER}\n{tomli_w.dumps({'models': tables})}".encode()])
+        write_file(file, f"{_HEADER}\n{tomli_w.dumps({'models': tables})}".encode())
     except (OSError, UnicodeEncodeError) as error:
         raise InvalidOption(f"{file} cannot be written ({error}); allow access there") from error
     return file

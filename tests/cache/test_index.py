@@ -48,7 +48,8 @@ def made(folder: Path, *entries: Entry) -> Index:
 
 
 def put(index: Index, new: Entry) -> None:
-    index.keep(new, lambda: files_of(index).there.add(new.key))
+    with index.keep(new):
+        files_of(index).there.add(new.key)
 
 
 def files_of(index: Index) -> Files:
@@ -133,7 +134,8 @@ class TestDeletion:
         seen.append(index.deletions(""))
         assert len(set(seen)) == 3
         with pytest.raises(CacheMiss, match="something was deleted meanwhile"):
-            index.keep(entry(1), lambda: None, unless_deleted_since=seen[0])
+            with index.keep(entry(1), unless_deleted_since=seen[0]):
+                pass
 
 
 class TestDamage:
@@ -301,7 +303,7 @@ def test_who_needs_no_note_does_not_wait_long_for_who_is_stopped(
 
 def test_a_file_that_was_deleted_before_it_was_kept_leaves_no_text(index: Index) -> None:
     with pytest.raises(CacheMiss, match="absent"):
-        index.keep(entry(1))
+        index.adopt(entry(1))
     assert index.keys("", None) == [] and index.texts("") == []
 
 

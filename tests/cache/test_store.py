@@ -402,10 +402,10 @@ def test_what_lies_in_the_place_of_a_small_file_is_not_read(
         case "costs.json":
             assert store.note("costs") is None
         case "samkv.toml":
-            with pytest.raises(InvalidOption, match=r"samkv\.toml is no regular file of at most"):
+            with pytest.raises(InvalidOption, match=r"samkv\.toml is (no regular|larger)"):
                 read_tuned(folder)
         case _:
-            with pytest.raises(StoreError, match=f"{name} is no regular file of at most 1 MiB"):
+            with pytest.raises(StoreError, match=f"{name} is (no regular file|larger than 1 MiB)"):
                 ChunkStore(folder)
 
 

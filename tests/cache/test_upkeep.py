@@ -127,6 +127,15 @@ class TestBudget:
         store = ChunkStore(folder, max_bytes="20GB", quota={"a": "1.5 MiB"})
         assert store.index.budget() == (20 * 10**9, {"a": 3 * 2**19})
 
+    def test_what_is_not_given_stays_as_it_is(self, folder: Path) -> None:
+        """A quota alone took the budget of all namespaces away."""
+        ChunkStore(folder, max_bytes=5000, quota={"a": 1000})
+        assert ChunkStore(folder, quota={"b": 2000}).index.budget() == (
+            5000,
+            {"a": 1000, "b": 2000},
+        )
+        assert ChunkStore(folder, max_bytes=7000).index.budget()[1] == {"a": 1000, "b": 2000}
+
 
 class TestGc:
     def test_a_store_in_order_is_left_alone(self, folder: Path) -> None:

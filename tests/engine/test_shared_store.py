@@ -104,7 +104,7 @@ def test_without_the_remote_tier_answers_come_from_text(
         raise CacheMiss("io", "nobody answers")
 
     monkeypatch.setattr(Objects, "read", fail)
-    monkeypatch.setattr(Objects, "info", fail)
+    monkeypatch.setattr(Objects, "exists", fail)
     whole = first.generate(PROMPT, max_new_tokens=8, method="recompute").text
     answer = second.generate(
         PROMPT, chunks=TEXTS[:8], max_new_tokens=8, method="recompute", on_miss="text"

@@ -38,7 +38,8 @@ def memory(*chunks: Sequence[int]) -> MemoryIndex:
 def on_disk(folder: Path, *chunks: Sequence[int]) -> ChunkIndex:
     index = Index(folder, Files(), SECRET)
     for number, chunk in enumerate(chunks):
-        index.keep(entry(number, chunk), lambda: None)
+        with index.keep(entry(number, chunk)):
+            pass
     return IndexedChunks(index, "", DIGEST)
 
 
@@ -207,7 +208,8 @@ def test_an_earlier_index_wins_and_leaves_the_rest() -> None:
 def test_namespaces_and_fingerprints_never_meet(tmp_path: Path) -> None:
     chunk = ids(1, 40)
     index = Index(tmp_path, Files(), SECRET)
-    index.keep(entry(0, chunk, namespace="one"), lambda: None)
+    with index.keep(entry(0, chunk, namespace="one")):
+        pass
     assert runs(find_runs(chunk, [IndexedChunks(index, "one", DIGEST)])) == [(0, 0, 0, 40)]
     for namespace, digest in (("", DIGEST), ("two", DIGEST), ("one", "e" * 32)):
         assert find_runs(chunk, [IndexedChunks(index, namespace, digest)]) == []
@@ -222,7 +224,8 @@ def test_what_is_deleted_is_not_found(tmp_path: Path) -> None:
     chunks = [ids(1, 40), ids(2, 40)]
     index = Index(tmp_path, Files(), SECRET)
     for number, chunk in enumerate(chunks):
-        index.keep(entry(number, chunk), lambda: None)
+        with index.keep(entry(number, chunk)):
+            pass
     index.delete("", [f"{0:032x}"])
     known = IndexedChunks(index, "", DIGEST)
     assert runs(find_runs([*chunks[0], *chunks[1]], [known])) == [(1, 40, 0, 40)]

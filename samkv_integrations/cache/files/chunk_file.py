@@ -254,25 +254,25 @@ MAX_HEADER_BYTES = 1 << 20
 BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What parsing untrusted JSON, and looking up fields in it, may raise."""
 
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_VIEWS = 1024  # buffers of one read: IOV_MAX of Linux and macOS
 # Tensors that are read together, in file order.
 _STATISTICS = ("block_max", "block_min", "stable", "outliers")
-_SUMMARIES = ("summary_codes", "summary_scale")
 
 
 class NotAFile(OSError):
     """A link, folder, pipe, socket or device where a file should be."""
 
 
-def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading: no link, and no pipe, which could block.
+def open_regular(path: Path, *, follows_links: bool = False) -> FileIO:
+    """Open a regular file for reading: no pipe, which could block.
 
-    Raises OSError; `NotAFile` if it is no regular file.
+    follows_links: whether ``path`` may be a link. Raises OSError; `NotAFile` if it is something
+    else.
     """
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise NotAFile(errno.EINVAL, "not a regular file")
-    return FileIO(os.open(path, _FLAGS))
+    if not stat.S_ISREG(os.stat(path, follow_symlinks=follows_links).st_mode):
+        raise NotAFile(errno.EINVAL, f"{path.name} is no regular file")
+    return FileIO(os.open(path, _FLAGS | (0 if follows_links else os.O_NOFOLLOW)))
 
 
 def _identity(file: FileIO) -> tuple[int, int, int, int]:
@@ -299,7 +299,7 @@ class ChunkFile:
     ) -> None:  # fmt: skip
         self.bytes_read = 0
         self._path, self._secret = path, secret
-        self._groups: dict[tuple[str, ...], list[Tensor]] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._macs = b""
         self._let_go = False
         self._file = self._open()
@@ -311,8 +311,7 @@ class ChunkFile:
             rest = bytearray((layout.tensors["macs"].shape[0] - 1) * MAC_BYTES)
             self._read(MAC_BYTES, memoryview(rest))
             self._macs += bytes(rest)
-            first = self._read_index(("token_ids", *_STATISTICS))
-            self.token_ids, *self._groups[_STATISTICS] = first
+            self.token_ids, *_ = self._read_index("token_ids", *_STATISTICS)
         except BaseException:
             self.close()
             raise
@@ -408,40 +407,37 @@ class ChunkFile:
     def _corrupt(self, what: str) -> CacheMiss:
         return CacheMiss("corrupt", f"{self._path}: {what}")
 
-    def _read_index(self, names: Sequence[str]) -> list[Tensor]:
-        """Tensors that are neighbours in the file, with one read, checked."""
-        places = [self.layout.tensors[name] for name in names]
-        tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
-        views = [byte_view(tensor) for tensor in tensors]
-        self._read(places[0].start, *views)
-        for name, view in zip(names, views, strict=True):
-            self._check([view], [1 + INDEX.index(name)], name)
-        return tensors
-
-    def _group(self, *names: str) -> list[Tensor]:
-        if names not in self._groups:
-            self._groups[names] = self._read_index(names)
-        return self._groups[names]
+    def _read_index(self, *names: str) -> list[Tensor]:
+        """Tensors that are neighbours in the file, read together, checked, and kept."""
+        if names[-1] not in self._tensors:
+            places = [self.layout.tensors[name] for name in names]
+            tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
+            views = [byte_view(tensor) for tensor in tensors]
+            self._read(places[0].start, *views)
+            for name, view in zip(names, views, strict=True):
+                self._check([view], [1 + INDEX.index(name)], name)
+            self._tensors.update(zip(names, tensors, strict=True))
+        return [self._tensors[name] for name in names]
 
     def statistics(self) -> ChunkStatistics:
-        block_max, block_min, stable, outliers = self._group(*_STATISTICS)
+        block_max, block_min, stable, outliers = self._read_index(*_STATISTICS)
         return ChunkStatistics(
             block_max=block_max, block_min=block_min,
             outliers=outliers.view(torch.bool), stable=stable.view(torch.bool),
         )  # fmt: skip
 
     def text(self) -> str:
-        return bytes(byte_view(self._group("text")[0])).decode(errors="surrogatepass")
+        return bytes(byte_view(self._read_index("text")[0])).decode(errors="surrogatepass")
 
     def local_query(self) -> Tensor:
-        return self._group("local_query")[0]
+        return self._read_index("local_query")[0]
 
     def block_means(self) -> BlockMeans:
-        codes, scale = self._group(*_SUMMARIES)
+        codes, scale = self._read_index("summary_codes", "summary_scale")
         return BlockMeans(codes=codes, scale=scale)
 
     def key_range(self) -> Tensor:
-        return self._group("key_range")[0]
+        return self._read_index("key_range")[0]
 
     def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
         layout = self.layout

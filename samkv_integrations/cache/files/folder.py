@@ -15,14 +15,14 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from glob import iglob
 from pathlib import Path
+from typing import Any
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
-from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile
+from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
 from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
@@ -70,17 +70,9 @@ def cannot(action: str, path: Path, error: OSError) -> StoreError:
     )
 
 
-def write_file(
-    path: Path,
-    pieces: Iterable[bytes | memoryview],
-    place: Callable[[Path], object] | None = None,
-    *,
-    mode: int = 0o600,
-) -> None:
-    """Write a file atomically and durably.
-
-    place: moves the complete temporary file to ``path``; None to replace what is there.
-    """
+@contextmanager
+def written(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> Iterator[Path]:
+    """A complete temporary file beside ``path``, which the block moves to that place, durably."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -88,10 +80,7 @@ def write_file(
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        if place is None:
-            os.replace(temporary, path)
-        else:
-            place(temporary)
+        yield temporary
     finally:
         with suppress(FileNotFoundError):  # as usual: it has been renamed
             os.unlink(temporary)
@@ -102,13 +91,18 @@ def write_file(
         os.close(folder)
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file atomically, in place of what is there."""
+    with written(path, [data]) as temporary:
+        os.replace(temporary, path)
+
+
 def write_new(path: Path, data: bytes) -> bool:
     """Write a small file unless it exists; whether it was written."""
-    try:
-        write_file(path, [data], lambda temporary: os.link(temporary, path))
-    except FileExistsError:
-        return False
-    return True
+    with suppress(FileExistsError), written(path, [data]) as temporary:
+        os.link(temporary, path)
+        return True
+    return False
 
 
 def read_small(path: Path) -> bytes:
@@ -116,11 +110,9 @@ def read_small(path: Path) -> bytes:
 
     Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
     """
-    flags = os.O_NONBLOCK | os.O_CLOEXEC
-    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_SMALL_BYTES:
-            raise OSError(errno.EINVAL, f"{path.name} is no regular file of at most 1 MiB")
+    with open_regular(path, follows_links=True) as file:
+        if os.fstat(file.fileno()).st_size > MAX_SMALL_BYTES:
+            raise OSError(errno.EFBIG, f"{path.name} is larger than 1 MiB")
         return file.read(MAX_SMALL_BYTES)
 
 
@@ -171,21 +163,9 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
     marker, file = folder / "store.json", folder / "secret"
     if not marker.exists():
         _make_store(folder, given)
-    try:
-        said = json.loads(read_small(marker))
-        version = said["format_version"]
-        check = said["secret_check"] if version == FORMAT_VERSION else ""
-    except BAD_JSON as error:
-        raise StoreError(
-            f"{marker} is damaged; next step: restore it from a copy, or ingest into a new folder"
-        ) from error
-    if version != FORMAT_VERSION:
-        raise StoreError(
-            f"{folder} has format version {version!r}, this release uses {FORMAT_VERSION}; "
-            "next step: ingest into a new folder, or use the release that made this one"
-        )
+    said = marker_fields(read_small(marker), folder, "restore it from a copy")
     secret = read_small(file) if file.exists() else b""
-    if len(secret) != SECRET_BYTES or check_of(secret) != check:
+    if len(secret) != SECRET_BYTES or check_of(secret) != said["secret_check"]:
         raise StoreError(
             f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
             "restore it from a copy, or ingest into a new folder"
@@ -196,6 +176,25 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
             f"new folder, or give the secret that is in {file}"
         )
     return secret
+
+
+def marker_fields(data: bytes, place: object, remedy: str) -> dict[str, Any]:
+    """The fields of the marker ``store.json`` of a folder or remote tier.
+
+    Raises StoreError if it is damaged, or of another format version. remedy: of damage.
+    """
+    try:
+        said = json.loads(data)
+        if (version := said["format_version"]) == FORMAT_VERSION:
+            return {**said, "secret_check": str(said["secret_check"])}
+    except BAD_JSON as error:
+        raise StoreError(
+            f"{place}/store.json is damaged; next step: {remedy}, or use another place"
+        ) from error
+    raise StoreError(
+        f"{place} has format version {version!r}, this release uses {FORMAT_VERSION}; "
+        "next step: use another place, or the release that filled this one"
+    )
 
 
 def _make_store(folder: Path, given: bytes | None) -> None:
@@ -283,32 +282,26 @@ class ChunkFolder:
         entry_of: makes the index entry from the complete file, before it is moved to its place.
         """
         file = self.file(key, digest)
-
-        def place(temporary: Path) -> None:
-            move = partial(os.replace, temporary, file)
-            self.index.keep(entry_of(temporary), move, unless_deleted_since)
-
         try:
             self.require_own()
             # One by one, so that the store's own folder is not made again if it was removed.
             make_folder(file.parents[1])
             make_folder(file.parent)
-            write_file(file, pieces, place)
+            with written(file, pieces) as temporary:
+                with self.index.keep(entry_of(temporary), unless_deleted_since):
+                    os.replace(temporary, file)
         except OSError as error:
             raise cannot("write", file, error) from error
 
     def delete(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """Like `Index.delete`, with the files that killed writers left unindexed."""
         gone = self.index.delete(namespace, keys)
-        if keys and (any(map(self._holds, keys)) or self.has_strangers()):
+        named = (f"{32 * _DIGIT}/{k[:2]}/{k}.safetensors" for k in keys if _HEX_NAME.fullmatch(k))
+        left = any(any(iglob(name, root_dir=self.path)) for name in named)
+        if keys and (left or self.has_strangers()):
             reconcile(self)
             gone |= self.index.delete(namespace, keys)
         return gone
-
-    def _holds(self, key: str) -> bool:
-        """Whether a chunk has a file, of any fingerprint."""
-        files = f"{32 * _DIGIT}/{key[:2]}/{key}.safetensors"
-        return bool(_HEX_NAME.fullmatch(key)) and any(iglob(files, root_dir=self.path))
 
     def has_strangers(self) -> bool:
         """Whether a killed writer left files of a fingerprint that is not indexed."""
@@ -387,7 +380,7 @@ def reconcile(store: ChunkFolder) -> Recovered:
         store.index.lose(gone)
         for place in sorted(files.keys() - known):
             try:
-                store.index.keep(store.entry(files[place]))
+                store.index.adopt(store.entry(files[place]))
                 n_adopted += 1
             except CacheMiss as miss:
                 if miss.is_damage or miss.reason == "format":

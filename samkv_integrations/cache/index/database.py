@@ -60,7 +60,7 @@ class Database:
     def transaction(
         self, *, writes: bool = False, patience_s: float = BUSY_S
     ) -> Iterator[sqlite3.Connection]:
-        """A block that sees the database as it is at one moment.
+        """A block that sees the database as it is at one moment; within another one, a part of it.
 
         writes: all that the block writes is kept or nothing, and no other process writes meanwhile.
         patience_s: how long to wait for another process.
@@ -70,6 +70,9 @@ class Database:
             if self._path is not None:  # kept open: closing it would release this process's locks
                 self._of_parent, self._connection = self._connection, None
         with self._lock:
+            if self._connection is not None and self._connection.in_transaction:
+                yield self._connection
+                return
             try:
                 connection = self._open(patience_s)
                 connection.execute(f"PRAGMA busy_timeout={int(1000 * patience_s)}")
@@ -91,7 +94,7 @@ class Database:
                 ) from error
 
     def rows(self, sql: str, *values: object) -> list[Any]:
-        """The rows of one SELECT."""
+        """The rows of one statement."""
         with self.transaction() as connection:
             return connection.execute(sql, values).fetchall()
 

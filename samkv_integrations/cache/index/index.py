@@ -13,7 +13,8 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,12 +36,7 @@ was missing or damaged. The text of all of them is known."""
 MOST = 2**63 - 1
 """SQLite's largest integer."""
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
-_UNITS = {"": 1} | {
-    f"{prefix}{kind}": base**power
-    for power, prefix in enumerate(("", "k", "m", "g", "t"))
-    for kind, base in (("b", 1000), ("ib", 1024))
-}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
 
 MOST_HEADS = 64
 """Prompt heads of which a namespace keeps exact beginnings, those used last."""
@@ -71,6 +67,12 @@ CREATE TABLE counts(
   namespace TEXT, digest TEXT, hits INTEGER NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
   evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
+"""
+
+# Digests of the fingerprints of a namespace's beginnings. All states are named for `chunks_of`.
+_BEGINNINGS = f"""
+SELECT digest FROM fingerprints AS made_by WHERE fields LIKE '%"prefix": "{BEHIND}%' AND EXISTS (
+  SELECT 1 FROM chunks WHERE namespace = ?1 AND state IN (0, 1, 2) AND digest = made_by.digest)
 """
 
 
@@ -144,42 +146,43 @@ class Index(Database):
 
     # -- caches that come -------------------------------------------------------------------------
 
-    def keep(
-        self, entry: Entry, place: Callable[[], object] | None = None,
-        unless_deleted_since: int | None = None,
-    ) -> None:  # fmt: skip
-        """Index a cache, after making room for it by evicting those used least recently.
+    @contextmanager
+    def keep(self, entry: Entry, unless_deleted_since: int | None = None) -> Iterator[None]:
+        """A block that puts a cache in its place, while no other process evicts or deletes.
 
-        A beginning evicts nothing but the beginnings of old heads, see `MOST_HEADS`.
+        The cache is indexed, and the caches used least recently are evicted to make room for it. A
+        beginning evicts nothing but the beginnings of old heads, see `MOST_HEADS`.
 
-        place: moves the cache to its place, while no other process evicts or deletes; None if it
-            is there already.
         unless_deleted_since: what `deletions` said when the cache was begun.
 
-        Raises StoreError if there is no room, CacheMiss ("absent") if the cache has gone, or if
-        something was deleted since.
+        Raises StoreError if there is no room, CacheMiss ("absent") if something was deleted since.
         """
         is_beginning, space = entry.fingerprint.is_of_beginning, entry.namespace
         # questions wait for this process's transactions, and must not wait for a beginning
         patience_s = BRIEF_S if is_beginning else BUSY_S
         with self.transaction(writes=True, patience_s=patience_s) as connection:
-            if unless_deleted_since not in (None, _last_deletion(connection, space)):
+            if unless_deleted_since not in (None, self.deletions(space)):
                 raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
-            for limit, what, limited in _limits(connection, space) if place else ():
+            for limit, what, limited in self._limits(space):
                 if entry.n_bytes > limit:
                     raise StoreError(
                         f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
                         "next step: samkv store budget, or a larger max_bytes"
                     )
-                if is_beginning and _taken(connection, limited) + entry.n_bytes > limit:
+                if is_beginning and self._taken(limited) + entry.n_bytes > limit:
                     raise StoreError(f"no room for an exact beginning within {what}")
             chunk = self._insert(connection, entry)
             if is_beginning:
-                self._drop_old_heads(connection, space)
-            self._evict(connection, space, chunk if place else -1)
-            if place:
-                place()
-            elif self._caches.is_gone(entry.digest, entry.key):
+                self._delete_heads(space, n_kept=MOST_HEADS)
+            self._evict(space, chunk)
+            yield
+
+    def adopt(self, entry: Entry) -> None:
+        """Index a cache that is in its place. Raises CacheMiss ("absent") if it has gone."""
+        with self.transaction(writes=True) as connection:
+            self._insert(connection, entry)
+            self._evict(entry.namespace)
+            if self._caches.is_gone(entry.digest, entry.key):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
 
     def learn(self, entries: Iterable[Entry]) -> None:
@@ -207,9 +210,10 @@ class Index(Database):
         # a beginning has neither text nor token ids: nobody searches for it
         found = () if entry.fingerprint.is_of_beginning else entry.token_ids
         ids, body = np.asarray(found, "<i4"), text_bytes(entry.text)
+        same = hashlib.blake2b(text_bytes(normalise(entry.text)), digest_size=16).digest()
         connection.execute(
             "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?)",
-            [chunk, entry.namespace, body, _same(entry.text), ids.tobytes()],
+            [chunk, entry.namespace, body, same, ids.tobytes()],
         )
         places = self.windows_of(entry.namespace, entry.digest).first_places(ids)
         connection.executemany(
@@ -220,48 +224,40 @@ class Index(Database):
 
     # -- caches that go ---------------------------------------------------------------------------
 
-    def _evict(self, connection: sqlite3.Connection, namespace: str, but: int = -1) -> None:
+    def _evict(self, namespace: str, but: int = -1) -> None:
         """Evict until the limits of a namespace hold. but: a chunk that stays."""
-        for limit, _, space in _limits(connection, namespace):
-            over = _taken(connection, space) - limit
+        for limit, _, space in self._limits(namespace):
+            over = self._taken(space) - limit
             while over > 0:
-                oldest = connection.execute(
+                oldest = self.rows(
                     "SELECT id, digest, key, namespace, bytes FROM chunks WHERE state = ? "
                     "AND namespace = coalesce(?, namespace) AND id != ? ORDER BY used_at LIMIT 1",
-                    [PRESENT, space, but],
-                ).fetchone()
-                if oldest is None:
+                    PRESENT, space, but,
+                )  # fmt: skip
+                if not oldest:
                     break
-                chunk, digest, key, of_chunk, n_bytes = oldest
+                chunk, digest, key, of_chunk, n_bytes = oldest[0]
                 self._caches.remove(digest, key)
-                connection.execute(
-                    "UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", [EVICTED, chunk]
-                )
-                _count(connection, of_chunk, digest, evictions=1)
+                self.rows("UPDATE chunks SET state = ?, bytes = 0 WHERE id = ?", EVICTED, chunk)
+                self._count(of_chunk, digest, evictions=1)
                 over -= n_bytes
 
-    def lose(
-        self, places: Iterable[Place], *, are_damaged: bool = False, patience_s: float = BUSY_S
-    ) -> None:
+    def lose(self, places: Iterable[Place], *, are_damaged: bool = False) -> None:
         """Note that caches are missing, or delete damaged ones. Their texts stay known."""
-        with self.transaction(writes=True, patience_s=patience_s) as connection:
+        with self.transaction(writes=True):
             # With a budget a missing cache counts as evicted: the process that evicted it may have
             # been killed before it told the index.
-            has_budget = connection.execute(
-                "SELECT 1 FROM settings WHERE (name = 'max_bytes' OR name GLOB 'quota *') "
-                "AND value NOT NULL"
-            ).fetchone()
-            state = EVICTED if has_budget and not are_damaged else LOST
+            state = EVICTED if any(self.budget()) and not are_damaged else LOST
             for digest, key in places:
                 if are_damaged:
                     self._caches.remove(digest, key)
                 if self._caches.is_gone(digest, key):
-                    found = connection.execute(
+                    found = self.rows(
                         "UPDATE chunks SET state = ?, bytes = 0 WHERE digest = ? AND key = ? "
-                        "AND state = ? RETURNING namespace", [state, digest, key, PRESENT],
-                    ).fetchall()  # fmt: skip
+                        "AND state = ? RETURNING namespace", state, digest, key, PRESENT,
+                    )  # fmt: skip
                     for (namespace,) in found if are_damaged else ():
-                        _count(connection, namespace, digest, corrupt=1)
+                        self._count(namespace, digest, corrupt=1)
 
     def compare(self, file: ChunkFile) -> None:
         """Raises StoreError, and makes the index anew, if its token ids are not a sound file's."""
@@ -279,15 +275,14 @@ class Index(Database):
         """
         gone = set()
         with self.transaction(writes=True) as connection:
-            self._delete_beginnings(connection, namespace)
+            self.delete_beginnings(namespace)
             for key in dict.fromkeys(keys):
                 # "+" has SQLite look up the key, rather than scan the namespace
-                found = connection.execute(
+                for chunk, digest, ids in self.rows(
                     "SELECT id, digest, ids FROM chunks LEFT JOIN texts USING(id) WHERE key = ? "
                     "AND +chunks.namespace = ? AND state = coalesce(?, state)",
-                    [key, namespace, state],
-                ).fetchall()
-                for chunk, digest, ids in found:
+                    key, namespace, state,
+                ):  # fmt: skip
                     token_ids = np.frombuffer(ids, "<i4")
                     gone.add(key)
                     self._caches.remove(digest, key)
@@ -297,55 +292,41 @@ class Index(Database):
                          for hashed in self.windows_of(namespace, digest).first_places(token_ids)],
                     )  # fmt: skip
                     for table in ("texts", "chunks"):
-                        connection.execute(f"DELETE FROM {table} WHERE id = ?", [chunk])
-            connection.execute(
-                "DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)"
-            )
+                        self.rows(f"DELETE FROM {table} WHERE id = ?", chunk)
+            self.rows("DELETE FROM fingerprints WHERE digest NOT IN (SELECT digest FROM chunks)")
         return gone
 
     def deletions(self, namespace: str) -> int:
         """A number that changes with every deletion in a namespace, and if the index is rebuilt."""
-        with self.transaction() as connection:
-            return _last_deletion(connection, namespace)
+        with self.transaction():
+            last = self.setting(f"deletion {namespace}")  # a random number
+            return int(self.setting("made") if last is None else last)
 
     # -- exact beginnings, see `Fingerprint.behind` -----------------------------------------------
 
     def delete_beginnings(self, namespace: str) -> int:
-        """Delete the beginnings of a namespace; how many there were."""
-        with self.transaction(writes=True) as connection:
-            return self._delete_beginnings(connection, namespace)
+        """Delete the beginnings of a namespace; how many there were.
 
-    def _delete_beginnings(self, connection: sqlite3.Connection, namespace: str) -> int:
-        """Delete all; no cache that was begun before this deletion is kept, see `deletions`."""
-        connection.execute(
-            "REPLACE INTO settings VALUES(?, ?)", [f"deletion {namespace}", secrets.randbits(62)]
-        )
-        found = _beginnings(connection, namespace)
-        return sum(self._delete_head(connection, digest) for digest in found)
+        No cache that was begun before is kept, see `deletions`.
+        """
+        with self.transaction(writes=True):
+            self.set(f"deletion {namespace}", secrets.randbits(62))
+            return self._delete_heads(namespace)
 
-    def _drop_old_heads(self, connection: sqlite3.Connection, namespace: str) -> None:
-        """Delete the beginnings behind all heads but the `MOST_HEADS` that were used last."""
-        found = _beginnings(connection, namespace)
-        if len(found) > MOST_HEADS:
-            marks = ", ".join("?" * len(found))
-            by_use = connection.execute(
-                f"SELECT digest FROM chunks WHERE digest IN ({marks}) "
-                "GROUP BY digest ORDER BY max(used_at) DESC", found,
-            ).fetchall()  # fmt: skip
-            for (digest,) in by_use[MOST_HEADS:]:
-                self._delete_head(connection, digest)
-
-    def _delete_head(self, connection: sqlite3.Connection, digest: str) -> int:
-        """Delete those behind one head; how many there were."""
-        self._caches.remove_all(digest)  # also what a killed writer did not tell the index
-        of_digest = "SELECT id FROM chunks WHERE digest = ?"
-        connection.execute(f"DELETE FROM texts WHERE id IN ({of_digest})", [digest])
-        (n_there,) = connection.execute(
-            "SELECT count(*) FROM chunks WHERE digest = ? AND state = ?", [digest, PRESENT]
-        ).fetchone()
-        for table in ("chunks", "counts", "fingerprints"):
-            connection.execute(f"DELETE FROM {table} WHERE digest = ?", [digest])
-        return int(n_there)
+    def _delete_heads(self, namespace: str, n_kept: int = 0) -> int:
+        """Delete the beginnings behind all heads but those used last; how many there were."""
+        heads = self.rows(
+            f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE namespace = ?1 AND "
+            f"state IN (0, 1, 2) AND digest IN ({_BEGINNINGS}) "
+            f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", namespace,
+        )  # fmt: skip
+        for digest, _ in heads:
+            self._caches.remove_all(digest)  # also what a killed writer did not tell the index
+            of_digest = "SELECT id FROM chunks WHERE digest = ?"
+            self.rows(f"DELETE FROM texts WHERE id IN ({of_digest})", digest)
+            for table in ("chunks", "counts", "fingerprints"):
+                self.rows(f"DELETE FROM {table} WHERE digest = ?", digest)
+        return sum(n_there for _, n_there in heads)
 
     # -- budgets ----------------------------------------------------------------------------------
 
@@ -357,17 +338,29 @@ class Index(Database):
 
     def set_budget(self, max_bytes: int | None, quota: Mapping[str, int]) -> None:
         """Set the budget, and evict until it holds."""
-        with self.transaction(writes=True) as connection:
-            connection.execute("DELETE FROM settings WHERE name GLOB 'quota *'")
-            connection.executemany(
-                "REPLACE INTO settings VALUES(?, ?)",
-                [("max_bytes", max_bytes), *((f"quota {name}", n) for name, n in quota.items())],
-            )
-            spaces = connection.execute("SELECT DISTINCT namespace FROM chunks").fetchall()
+        with self.transaction(writes=True):
+            self.rows("DELETE FROM settings WHERE name GLOB 'quota *'")
+            self.set("max_bytes", max_bytes)
+            for name, limit in quota.items():
+                self.set(f"quota {name}", limit)
         # A second transaction: if this process is killed while it evicts, the budget is set.
-        with self.transaction(writes=True) as connection:
-            for (namespace,) in spaces:
-                self._evict(connection, namespace)
+        with self.transaction(writes=True):
+            for (namespace,) in self.rows("SELECT DISTINCT namespace FROM chunks"):
+                self._evict(namespace)
+
+    def _limits(self, namespace: str) -> list[tuple[int, str, str | None]]:
+        """Limits for the caches of a namespace: bytes, name, and its namespace (None for all)."""
+        quota, most = self.setting(f"quota {namespace}"), self.setting("max_bytes")
+        limits = (
+            (quota, f"the quota of namespace {namespace!r}", namespace),
+            (most, "the store's max_bytes", None),
+        )
+        return [limit for limit in limits if limit[0] is not None]
+
+    def _taken(self, namespace: str | None) -> int:
+        """Bytes of the caches of a namespace; None for all."""
+        sql = "SELECT coalesce(sum(bytes), 0) FROM chunks WHERE namespace = coalesce(?, namespace)"
+        return int(self.rows(sql, namespace)[0][0])
 
     # -- what requests used -----------------------------------------------------------------------
 
@@ -376,18 +369,29 @@ class Index(Database):
         *, beginning: Place | None = None,
     ) -> None:  # fmt: skip
         """See `Store.record`."""
-        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, digest, used)
+        with self.transaction(writes=True, patience_s=BRIEF_S):
+            self.touch(digest, *used)
             if beginning is not None:
-                _use(connection, beginning[0], [beginning[1]])
-            _count(connection, namespace, digest, hits=len(used), misses=len(missed))
-        if missed:
-            self.lose([(digest, key) for key in missed], patience_s=BRIEF_S)
+                self.touch(*beginning)
+            self._count(namespace, digest, hits=len(used), misses=len(missed))
+            if missed:
+                self.lose([(digest, key) for key in missed])
 
-    def touch(self, digest: str, key: str) -> None:
-        """See `Store.touch`."""
-        with self.transaction(writes=True, patience_s=BRIEF_S) as connection:
-            _use(connection, digest, [key])
+    def touch(self, digest: str, *keys: str) -> None:
+        """Note that caches are used now."""
+        with self.transaction(writes=True, patience_s=BRIEF_S):
+            for key in keys:
+                sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
+                self.rows(sql, time.time(), key, digest)
+
+    def _count(self, namespace: str, digest: str, **more: int) -> None:
+        """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
+        for name, number in more.items():
+            self.rows(
+                f"INSERT INTO counts(namespace, digest, {name}) VALUES(?, ?, ?) "
+                f"ON CONFLICT DO UPDATE SET {name} = {name} + excluded.{name}",
+                namespace, digest, number,
+            )  # fmt: skip
 
     # -- what there is ----------------------------------------------------------------------------
 
@@ -398,14 +402,12 @@ class Index(Database):
 
         fingerprint: None for all but those of beginnings.
         """
-        with self.transaction() as connection:
-            rows = connection.execute(
-                "SELECT DISTINCT key, digest FROM chunks WHERE namespace = ? AND "
-                "digest = coalesce(?, digest) AND state = coalesce(?, state) ORDER BY key",
-                [namespace, fingerprint and fingerprint.digest, PRESENT if are_present else None],
-            ).fetchall()
-            left_out = set() if fingerprint else set(_beginnings(connection, namespace))
-        return list(dict.fromkeys(key for key, digest in rows if digest not in left_out))
+        rows = self.rows(
+            "SELECT DISTINCT key FROM chunks WHERE namespace = ?1 AND state = coalesce(?2, state) "
+            f"AND (digest = ?3 OR ?3 IS NULL AND digest NOT IN ({_BEGINNINGS})) ORDER BY key",
+            namespace, PRESENT if are_present else None, fingerprint and fingerprint.digest,
+        )  # fmt: skip
+        return [key for (key,) in rows]
 
     def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
         """(digest, key, namespace) of the chunks in these states, those used last first."""
@@ -426,36 +428,32 @@ class Index(Database):
 
     def texts(self, namespace: str, key: str | None = None) -> list[tuple[str, str, str]]:
         """(digest, key, text) of every chunk, or of those with this key."""
-        with self.transaction() as connection:
-            # "+" as in `delete`
-            rows = connection.execute(
-                "SELECT digest, key, body FROM chunks LEFT JOIN texts USING(id) WHERE "
-                + ("chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"),
-                [namespace] if key is None else [namespace, key],
-            )
-            return [
-                (digest, key, body.decode(errors="surrogatepass")) for digest, key, body in rows
-            ]
+        # "+" as in `delete`
+        where = "chunks.namespace = ?" if key is None else "+chunks.namespace = ? AND key = ?"
+        sql = f"SELECT digest, key, body FROM chunks LEFT JOIN texts USING(id) WHERE {where}"
+        with self.transaction():
+            rows = self.rows(sql, *([namespace] if key is None else [namespace, key]))
+            return [(digest, k, body.decode(errors="surrogatepass")) for digest, k, body in rows]
 
     def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """See `Store.same_texts`."""
-        with self.transaction() as connection:
-            found = set(keys)
+        alike = (
+            "SELECT key FROM chunks JOIN texts USING(id) WHERE texts.namespace = ?1 AND same IN "
+            "(SELECT same FROM chunks JOIN texts USING(id) WHERE key = ?2 "
+            "AND +chunks.namespace = ?1)"
+        )
+        found = set(keys)
+        with self.transaction():
             for key in keys:
-                alike = connection.execute(
-                    "SELECT key FROM chunks JOIN texts USING(id) WHERE texts.namespace = ?1 AND "
-                    "same IN (SELECT same FROM chunks JOIN texts USING(id) WHERE key = ?2 "
-                    "AND +chunks.namespace = ?1)", [namespace, key],
-                )  # fmt: skip
-                found |= {of_one for (of_one,) in alike}
-            return found
+                found |= {of_one for (of_one,) in self.rows(alike, namespace, key)}
+        return found
 
     def fingerprints(self, namespace: str | None = None) -> list[Fingerprint]:
         """The fingerprints of known chunks, by digest. namespace: None for all."""
-        with self.transaction() as connection:
-            rows = connection.execute(
+        with self.transaction():
+            rows = self.rows(
                 "SELECT fields FROM fingerprints WHERE digest IN (SELECT digest FROM chunks "
-                "WHERE namespace = coalesce(?, namespace)) ORDER BY digest", [namespace],
+                "WHERE namespace = coalesce(?, namespace)) ORDER BY digest", namespace,
             )  # fmt: skip
             return [Fingerprint(**json.loads(fields)) for (fields,) in rows]
 
@@ -490,17 +488,17 @@ class Index(Database):
 
     def unshare(self, namespace: str) -> None:
         """Forget which chunks are in the remote tier."""
-        with self.transaction(writes=True) as connection:
-            connection.execute("UPDATE chunks SET is_shared = 0 WHERE namespace = ?", [namespace])
+        with self.transaction(writes=True):
+            self.rows("UPDATE chunks SET is_shared = 0 WHERE namespace = ?", namespace)
 
     # -- settings ---------------------------------------------------------------------------------
 
     def setting(self, name: str) -> Any:  # noqa: ANN401
         """The value of a setting; None if it was never set."""
-        with self.transaction() as connection:
-            return _setting(connection, name)
+        found = self.rows("SELECT value FROM settings WHERE name = ?", name)
+        return found[0][0] if found else None
 
-    def set(self, name: str, value: int | str, *, replace: bool = True) -> bool:
+    def set(self, name: str, value: int | str | None, *, replace: bool = True) -> bool:
         """Set a value; whether it was set. replace: whether in place of an earlier one."""
         sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
         with self.transaction(writes=True) as connection:
@@ -540,71 +538,11 @@ def bytes_of(name: str, size: int | str) -> int:
     """
     n_bytes: float | None = size if type(size) is int else None
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found and found[2].lower() in _UNITS:
-        n_bytes = float(found[1]) * _UNITS[found[2].lower()]
+    if found:
+        power = "_kmgt".index((found[2] or "_").lower())
+        n_bytes = float(found[1]) * (1024 if found[3] else 1000) ** power
     if n_bytes is None or not 1 <= n_bytes <= MOST:
         raise InvalidOption(
             f"{name}={size!r:.40}; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
         )
     return int(n_bytes)
-
-
-def _same(text: str) -> bytes:
-    """A hash of the body: equal for chunks with the same one."""
-    return hashlib.blake2b(text_bytes(normalise(text)), digest_size=16).digest()
-
-
-def _limits(connection: sqlite3.Connection, namespace: str) -> list[tuple[int, str, str | None]]:
-    """Limits for the caches of a namespace: bytes, name, and its namespace (None for all)."""
-    limits = (
-        (_setting(connection, f"quota {namespace}"), f"the quota of namespace {namespace!r}",
-         namespace),
-        (_setting(connection, "max_bytes"), "the store's max_bytes", None),
-    )  # fmt: skip
-    return [limit for limit in limits if limit[0] is not None]
-
-
-def _taken(connection: sqlite3.Connection, namespace: str | None) -> int:
-    """Bytes of the caches of a namespace; None for all."""
-    sql = "SELECT coalesce(sum(bytes), 0) FROM chunks WHERE namespace = coalesce(?, namespace)"
-    (taken,) = connection.execute(sql, [namespace]).fetchone()
-    return int(taken)
-
-
-def _last_deletion(connection: sqlite3.Connection, namespace: str) -> int:
-    """A random number of the last deletion in a namespace; without one, of the index."""
-    found = _setting(connection, f"deletion {namespace}")
-    return int(_setting(connection, "made") if found is None else found)
-
-
-def _beginnings(connection: sqlite3.Connection, namespace: str) -> list[str]:
-    """Digests of the fingerprints of a namespace's beginnings."""
-    rows = connection.execute(
-        "SELECT digest, fields FROM fingerprints WHERE digest IN "
-        "(SELECT digest FROM chunks WHERE namespace = ?)", [namespace],
-    )  # fmt: skip
-    return [digest for digest, fields in rows if f'"prefix": "{BEHIND}' in fields]
-
-
-def _use(connection: sqlite3.Connection, digest: str, keys: Iterable[str]) -> None:
-    """Note that caches are used now."""
-    sql = "UPDATE chunks SET used_at = ? WHERE key = ? AND digest = ?"
-    for key in keys:
-        connection.execute(sql, [time.time(), key, digest])
-
-
-def _count(connection: sqlite3.Connection, namespace: str, digest: str, **more: int) -> None:
-    """Add to the counts ``hits``, ``misses``, ``evictions`` or ``corrupt``."""
-    connection.execute(
-        "INSERT OR IGNORE INTO counts(namespace, digest) VALUES(?, ?)", [namespace, digest]
-    )
-    for name, number in more.items():
-        connection.execute(
-            f"UPDATE counts SET {name} = {name} + ? WHERE namespace = ? AND digest = ?",
-            [number, namespace, digest],
-        )
-
-
-def _setting(connection: sqlite3.Connection, name: str) -> Any:  # noqa: ANN401
-    found = connection.execute("SELECT value FROM settings WHERE name = ?", [name]).fetchone()
-    return found[0] if found else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.files.chunk_file import open_regular
-from samkv_integrations.cache.files.folder import write_file
+from samkv_integrations.cache.files.folder import written
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
 
 AT_ONCE = 16
@@ -106,15 +106,17 @@ class Objects:
         with self._asked(*[FileExistsError] * is_new):
             if self.is_local:  # fsspec does not write files atomically
                 os.makedirs(os.path.dirname(place), exist_ok=True)
-                link = (lambda made: os.link(made, place)) if is_new else None
-                write_file(Path(place), [data], link, mode=0o666)
+                with written(Path(place), [data], mode=0o666) as temporary:
+                    (os.link if is_new else os.replace)(temporary, place)
             else:
                 self._fs.pipe_file(place, data, mode="create" if is_new else "overwrite")
 
-    def info(self, path: str) -> ObjectInfo:
-        """Size and time of an object. Raises FileNotFoundError."""
-        with self._asked(FileNotFoundError):
-            return _info(self._fs.info(self._place(path)))
+    def exists(self, path: str) -> bool:
+        """Whether there is an object."""
+        with suppress(FileNotFoundError), self._asked(FileNotFoundError):
+            self._fs.info(self._place(path))  # its exists() may take a failure for absence
+            return True
+        return False
 
     def listed(self, path: str) -> dict[str, ObjectInfo]:
         """The objects below a folder, by their paths.
@@ -135,12 +137,11 @@ class Objects:
     def remove(self, path: str) -> bool:
         """Delete an object, even if the place failed a moment ago; whether there was one."""
         self.ask_again()
-        with self._asked():
-            if not self._fs.exists(self._place(path)):
-                return False
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._place(path))
-            return True
+        if not self.exists(path):
+            return False
+        with suppress(FileNotFoundError), self._asked(FileNotFoundError):
+            self._fs.rm_file(self._place(path))
+        return True
 
     def _place(self, path: str) -> str:
         return f"{self.root}/{path}"

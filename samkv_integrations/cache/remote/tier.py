@@ -24,8 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION
-from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.files.folder import ChunkFolder, check_of, folder_named
+from samkv_integrations.cache.files.chunk_file import ChunkFile, open_regular
+from samkv_integrations.cache.files.folder import ChunkFolder, check_of, folder_named, marker_fields
 from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.cache.remote.objects import ObjectInfo, Objects
 from samkv_integrations.cache.store import Outage
@@ -140,16 +140,11 @@ class SharedTier:
             with suppress(FileExistsError):  # another machine was faster
                 self.objects.write(_MARKER, text.encode(), is_new=True)
             found = self._marker()
-        if found.get("secret_check") != mine["secret_check"]:
+        if found["secret_check"] != mine["secret_check"]:
             raise StoreError(
                 f"{self.url} holds chunk caches that were written under another secret; next step: "
                 "give this machine the secret of the store that filled it, and a new folder "
                 "(docs/remote.md), or name another place"
-            )
-        if (version := found.get("format_version")) != FORMAT_VERSION:
-            raise StoreError(
-                f"{self.url} has format version {version!r}, this release uses {FORMAT_VERSION}; "
-                "next step: name another place, or use the release that filled it"
             )
         identity = str(found.get("identity", ""))
         if (known, url) != (identity, self.url):
@@ -162,13 +157,8 @@ class SharedTier:
         self._is_checked = True
 
     def _marker(self) -> dict[str, Any]:
-        """Raises FileNotFoundError, StoreError if it is damaged."""
-        try:
-            return {**json.loads(self.objects.read(_MARKER))}
-        except BAD_JSON as error:
-            raise StoreError(
-                f"{self.url}/{_MARKER} is damaged; next step: delete it, or name another place"
-            ) from error
+        """Raises FileNotFoundError, and StoreError as `marker_fields` does."""
+        return marker_fields(self.objects.read(_MARKER), self.url, "delete it")
 
     def _check(self) -> None:
         if not self._is_checked:
@@ -195,11 +185,11 @@ class SharedTier:
     def has(self, digest: str, key: str) -> bool:
         """Whether a chunk is there, or was when this machine looked last."""
         self.refresh_soon()
-        with suppress(CacheMiss, StoreError, FileNotFoundError):
-            if not self._index.is_shared(digest, key):
-                self._check()
-                self.objects.info(self._path((digest, key)))
-            return True
+        with suppress(CacheMiss, StoreError):
+            if self._index.is_shared(digest, key):
+                return True
+            self._check()
+            return self.objects.exists(self._path((digest, key)))
         return False
 
     def begin(self, key: str, digest: str) -> Future[int]:
@@ -334,7 +324,8 @@ class SharedTier:
         before = self._index.shared(self._namespace)
         listed = self.listed()  # after `before`: chunks that are put meanwhile are not deleted
         with _answering():  # each is asked for: a list may lack what cannot be read
-            gone = [place for place in before - listed.keys() if self._is_gone(place)]
+            missing = before - listed.keys()
+            gone = [place for place in missing if not self.objects.exists(self._path(place))]
         if gone:
             self.check_answers()  # a share that was unmounted meanwhile is listed as empty
             self._files.delete(self._namespace, sorted({key for _, key in gone}))
@@ -345,13 +336,6 @@ class SharedTier:
         for begin in range(0, len(new), SLICE):
             self._learn(new[begin : begin + SLICE], listed)
         return listed
-
-    def _is_gone(self, place: Place) -> bool:
-        try:
-            self.objects.info(self._path(place))
-        except FileNotFoundError:
-            return True
-        return False
 
     def learn_models(self) -> None:
         """Index a chunk of each fingerprint that has none here, at most every `REFRESH_S`."""
