@@ -262,8 +262,8 @@ def killed_while_one_is_written(folder: Path, when: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_while_one_is_written(tmp_path: Path, when: str) -> None:
     folder = tmp_path / "kv"
-    # a fork, which need not import everything anew
-    killed = multiprocessing.get_context("fork").Process(
+    # no fork, which would inherit the locks that other threads hold
+    killed = multiprocessing.get_context("spawn").Process(
         target=killed_while_one_is_written, args=(folder, when)
     )
     killed.start()
