@@ -93,7 +93,7 @@ def layer_statistics(
         keys = key[:, :, :n_seen].flatten(0, 1)
         torch.baddbmm(logits, grouped, keys.mT, beta=0, alpha=scaling, out=logits)
         logits = logits.view(n_chunks, n_heads, n_rows, n_seen)
-        logits[..., n_prefix + start :] += hidden[:n_rows, :n_rows]
+        logits[..., n_prefix + start :].add_(hidden[:n_rows, :n_rows])
         weights = logits.softmax(-1)
         if value is not None and out is not None:
             grouped = weights.to(value.dtype).view(n_chunks * n_kv_heads, -1, n_seen)
@@ -103,14 +103,14 @@ def layer_statistics(
         attention[..., start:].tril_(-1)  # what later tokens pay
         if is_token is not None:
             attention *= is_token[:, start:stop]
-        received[:, :stop] += attention.sum(1)
+        received[:, :stop].add_(attention.sum(1))
         log_attention = attention.clamp_(min=ATTENTION_FLOOR).log_()
         log_attention[..., start:].tril_(-1)
         if is_token is not None:
             log_attention *= is_token[:, start:stop]
         first = u.shape[1] - tile - start  # the column of u that is the chunk's first token
         centred_u = u[:n_rows, first : first + stop] - mean_u[:, None, :stop]
-        slope[:, :stop] += (centred_u * log_attention).sum(1)
+        slope[:, :stop].add_((centred_u * log_attention).sum(1))
     # Short columns become nan: spread_u is nan there, and so is 0 / 0.
     return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, overload
@@ -55,19 +56,33 @@ def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[in
 
 
 def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[ChunkRef]]:
-    """Group chunks of similar length for one pass each; a longer chunk has a pass of its own.
+    """Group chunks for one pass each; a longer chunk has a pass of its own.
 
-    At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens.
+    At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens. Chunks of a group
+    have similar lengths on a device, which pads them. On a CPU they fill the group as well as they
+    can, as `Model.n_more_rows` pads the group.
     """
-    most_tokens = BATCH_TOKENS if device.type == "cpu" else DEVICE_BATCH_TOKENS
+
+    def n_fitting(n_tokens: int) -> int:
+        """How many of the ``rest`` have so many tokens at most."""
+        return bisect_right(rest, n_tokens, key=lambda chunk: len(chunk.token_ids))
+
+    is_on_cpu = device.type == "cpu"
+    rest = sorted(chunks, key=lambda chunk: len(chunk.token_ids))
     grouped: list[list[ChunkRef]] = []
-    n_tokens = 0
-    for chunk in sorted(chunks, key=lambda chunk: len(chunk.token_ids)):
-        n_tokens += len(chunk.token_ids)
-        if not grouped or n_tokens > most_tokens or len(grouped[-1]) == BATCH_CHUNKS:
-            grouped.append([])
-            n_tokens = len(chunk.token_ids)
-        grouped[-1].append(chunk)
+    while rest:
+        group, room = list[ChunkRef](), BATCH_TOKENS if is_on_cpu else DEVICE_BATCH_TOKENS
+        while rest and len(group) < BATCH_CHUNKS:
+            n_found = n_fitting(room)
+            if not is_on_cpu and n_found < len(rest):
+                n_found = 0  # the next one is too long
+            elif is_on_cpu:  # the longest that leaves room for another one
+                n_found = n_fitting(room - len(rest[0].token_ids)) or n_found
+            if not n_found and group:
+                break
+            group.append(rest.pop(n_found - 1))
+            room -= len(group[-1].token_ids)
+        grouped.append(group)
     return grouped
 
 
@@ -77,8 +92,12 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
     empty = [torch.empty(shape, dtype=model.dtype, device=where) for where in model.layer_devices]
     before = list(zip(empty, empty, strict=True))
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor | None:
         before[layer] = key[:, :, :n_prefix], value[:, :, :n_prefix]
+        if layer == model.n_layers - 1:
+            return None
         mask = model.window_mask(layer, len(ids))
         return model.attention(layer, query, key, value, scaling, mask, mask is None)
 
@@ -243,7 +262,9 @@ def prefill(
         for _ in range(2)
     )
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor | None:
         (query,), (key,), (value,) = query, key, value
         cos, sin = rotation.of(layer)
         of_keys[layer] = unrotate(key.transpose(0, 1), cos, sin)[:n_tokens]
@@ -252,6 +273,7 @@ def prefill(
         local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
         turns = (side.index_select(0, means.rows) for side in (cos, sin))
         local_query[layer] = means(unrotate(local_queries, *turns))
+        is_last = layer == model.n_layers - 1
         output = torch.zeros_like(query)
         for group in groups[query.device]:
             own, *rest = map(group.stack, (query, key, value))
@@ -265,9 +287,9 @@ def prefill(
             found = layer_statistics(
                 own, keys, scaling, n_later=group.n_later, n_prefix=n_prefix,
                 tile=64 if on_cpu else 256,  # a CPU's cache holds the smaller tile
-                value=values if is_plain else None, out=attended,
+                value=values if is_plain and not is_last else None, out=attended,
             )  # fmt: skip
-            if not is_plain:
+            if not is_plain and not is_last:
                 # as many queries as keys, so that causal attention needs no mask
                 padded = pad(own, (0, 0, n_prefix, 0))
                 whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
@@ -275,7 +297,7 @@ def prefill(
             output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
             alpha[layer, group.of_pass] = group.flatten(found.alpha)
             sustained[layer, group.of_pass] = group.flatten(found.sustained)
-        return output[None]
+        return None if is_last else output[None]
 
     hidden = model.embed(ids)
     for layer in range(model.n_layers):

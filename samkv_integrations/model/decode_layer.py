@@ -102,6 +102,8 @@ def run(
     output = attend(
         attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling
     )
+    if output is None:
+        return hidden
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
     project = attention.o_proj if packed is None else attention.o_proj.packed_product
     rows = rows + project(output)
