@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, overload
 
@@ -252,6 +253,12 @@ def prefill(
             _SideBySide(first, part, device) for first, part in zip(firsts, parts, strict=True)
         ]
 
+    turns = []
+    for cos, sin in rotation.turns:
+        rows = local[cos.device].rows
+        turns.append((cos.index_select(0, rows), sin.index_select(0, rows)))
+    of_local = replace(rotation, turns=turns)
+
     # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics (L, R)
     kind: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
     shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
@@ -271,10 +278,10 @@ def prefill(
         of_values[layer] = value.transpose(0, 1)[:n_tokens]
         means = local[query.device]
         local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
-        turns = (side.index_select(0, means.rows) for side in (cos, sin))
-        local_query[layer] = means(unrotate(local_queries, *turns))
+        local_query[layer] = means(unrotate(local_queries, *of_local.of(layer)))
         is_last = layer == model.n_layers - 1
-        output = torch.zeros_like(query)
+        output = torch.empty_like(query)
+        output[:, n_tokens:] = 0
         for group in groups[query.device]:
             own, *rest = map(group.stack, (query, key, value))
             keys, values = (
@@ -283,7 +290,7 @@ def prefill(
             )
             mask = model.window_mask(layer, keys.shape[2])
             is_plain = mask is None and model.scores_plainly
-            attended = torch.empty_like(own)
+            attended = group.stack(output)  # of one chunk a view
             found = layer_statistics(
                 own, keys, scaling, n_later=group.n_later, n_prefix=n_prefix,
                 tile=64 if on_cpu else 256,  # a CPU's cache holds the smaller tile
@@ -293,8 +300,9 @@ def prefill(
                 # as many queries as keys, so that causal attention needs no mask
                 padded = pad(own, (0, 0, n_prefix, 0))
                 whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
-                attended = whole[:, :, n_prefix:]
-            output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
+                attended.copy_(whole[:, :, n_prefix:])
+            if len(own) > 1:
+                output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
             alpha[layer, group.of_pass] = group.flatten(found.alpha)
             sustained[layer, group.of_pass] = group.flatten(found.sustained)
         return None if is_last else output[None]

@@ -283,10 +283,16 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The model's cos and sin, rounded to bfloat16, do not satisfy cos^2 + sin^2 = 1. The inverse
     divides by that sum; else every stored key would be off by up to 0.5 %.
     """
-    half = x.shape[-1] // 2
-    cos, sin = (side[..., None, :half].float() for side in (cos, sin))
+    cos, sin, norm = _inverse(cos, sin)
+    return _turn(x.float(), cos, sin).div_(norm).to(x.dtype)
+
+
+@lru_cache(maxsize=4)
+def _inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `unrotate` computes with in all layers of a pass."""
+    cos, sin = (side[..., None, : side.shape[-1] // 2].float() for side in (cos, sin))
     norm = cos.square() + sin.square()
-    return (_turn(x.float(), cos, -sin) / torch.cat((norm, norm), -1)).to(x.dtype)
+    return cos, -sin, torch.cat((norm, norm), -1)
 
 
 # -- entries of a context ------------------------------------------------------------------------
