@@ -86,7 +86,7 @@ def layer_statistics(
     received = torch.zeros(n_chunks, n_tokens, dtype=torch.float32, device=device)
     slope = torch.zeros_like(received)
     # In each operation there is so little to do that their number counts.
-    for start, rows in zip(range(0, n_tokens, tile), query.split(tile, 2), strict=True):
+    for start, rows in zip(range(0, n_tokens, tile), torch.split(query, tile, 2), strict=True):
         n_rows = rows.shape[2]
         stop, n_seen = start + n_rows, n_prefix + start + n_rows
         # Keys after the tile are masked for all its queries; omitting them halves the work.

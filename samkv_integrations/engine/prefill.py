@@ -255,8 +255,8 @@ def prefill(
 
     turns = []
     for cos, sin in rotation.turns:
-        rows = local[cos.device].rows
-        turns.append((cos.index_select(0, rows), sin.index_select(0, rows)))
+        at = local[cos.device].rows
+        turns.append((cos.index_select(0, at), sin.index_select(0, at)))
     of_local = replace(rotation, turns=turns)
 
     # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics (L, R)

@@ -60,8 +60,8 @@ def _samkv_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    output = attend(layer, query, key, value, scaling)
-    return (query if output is None else output).transpose(1, 2), None
+    attended = attend(layer, query, key, value, scaling)
+    return (query if attended is None else attended).transpose(1, 2), None
 
 
 def attention(
