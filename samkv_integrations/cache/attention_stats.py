@@ -77,40 +77,44 @@ def layer_statistics(
     assert key.shape == (n_chunks, n_kv_heads, n_prefix + n_tokens, dim)
     assert n_heads % n_kv_heads == 0
     device = query.device
-    query, key = query.float(), key.float()
+    n_groups = n_chunks * n_kv_heads
+    keys = key.float().flatten(0, 1).mT
+    values = None if value is None else value.flatten(0, 1)
     mean_u, spread_u = (m[n_later.clamp(min=0)] for m in _log_distances(n_tokens, device))
     is_token = (n_later >= 0).float()[..., None] if n_chunks > 1 else None
     u, hidden = _distances(n_tokens, tile, device)
     received = torch.zeros(n_chunks, n_tokens, dtype=torch.float32, device=device)
     slope = torch.zeros_like(received)
-    for start in range(0, n_tokens, tile):
-        stop = min(start + tile, n_tokens)
-        n_rows, n_seen = stop - start, n_prefix + stop
+    # In each operation there is so little to do that their number counts.
+    for start, rows in zip(range(0, n_tokens, tile), torch.split(query, tile, 2), strict=True):
+        n_rows = rows.shape[2]
+        stop, n_seen = start + n_rows, n_prefix + start + n_rows
         # Keys after the tile are masked for all its queries; omitting them halves the work.
         # Heads of one group are consecutive, so they stack over their common key head.
-        grouped = query[:, :, start:stop].reshape(n_chunks * n_kv_heads, -1, dim)
-        logits = query.new_empty(len(grouped), grouped.shape[1], n_seen)
-        keys = key[:, :, :n_seen].flatten(0, 1)
-        torch.baddbmm(logits, grouped, keys.mT, beta=0, alpha=scaling, out=logits)
+        grouped = rows.to(keys.dtype, memory_format=torch.contiguous_format)
+        grouped = grouped.reshape(n_groups, -1, dim)
+        logits = grouped.new_empty(n_groups, grouped.shape[1], n_seen)
+        torch.baddbmm(logits, grouped, keys[..., :n_seen], beta=0, alpha=scaling, out=logits)
         logits = logits.view(n_chunks, n_heads, n_rows, n_seen)
-        logits[..., n_prefix + start :] += hidden[:n_rows, :n_rows]
+        logits[..., n_prefix + start :].add_(hidden[:n_rows, :n_rows])
         weights = logits.softmax(-1)
-        if value is not None and out is not None:
-            grouped = weights.to(value.dtype).view(n_chunks * n_kv_heads, -1, n_seen)
-            output = grouped @ value[:, :, :n_seen].flatten(0, 1)
+        if values is not None and out is not None:
+            grouped = weights.to(values.dtype).view(n_groups, -1, n_seen)
+            output = torch.bmm(grouped, values[:, :n_seen])
             out[:, :, start:stop] = output.view(n_chunks, n_heads, n_rows, -1)
         attention = weights.mean(1)[..., n_prefix:]
-        attention[..., start:].tril_(-1)  # what later tokens pay
+        of_tile = attention[..., start:]
+        of_tile.tril_(-1)  # what later tokens pay
         if is_token is not None:
             attention *= is_token[:, start:stop]
-        received[:, :stop] += attention.sum(1)
+        received[:, :stop].add_(attention.sum(1))
         log_attention = attention.clamp_(min=ATTENTION_FLOOR).log_()
-        log_attention[..., start:].tril_(-1)
+        of_tile.tril_(-1)
         if is_token is not None:
             log_attention *= is_token[:, start:stop]
         first = u.shape[1] - tile - start  # the column of u that is the chunk's first token
         centred_u = u[:n_rows, first : first + stop] - mean_u[:, None, :stop]
-        slope[:, :stop] += (centred_u * log_attention).sum(1)
+        slope[:, :stop].add_(centred_u.mul_(log_attention).sum(1))
     # Short columns become nan: spread_u is nan there, and so is 0 / 0.
     return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, overload
 
@@ -55,19 +57,33 @@ def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[in
 
 
 def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[ChunkRef]]:
-    """Group chunks of similar length for one pass each; a longer chunk has a pass of its own.
+    """Group chunks for one pass each; a longer chunk has a pass of its own.
 
-    At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens.
+    At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens. Chunks of a group
+    have similar lengths on a device, which pads them. On a CPU they fill the group as well as they
+    can, as `Model.n_more_rows` pads the group.
     """
-    most_tokens = BATCH_TOKENS if device.type == "cpu" else DEVICE_BATCH_TOKENS
+
+    def n_fitting(n_tokens: int) -> int:
+        """How many of the ``rest`` have so many tokens at most."""
+        return bisect_right(rest, n_tokens, key=lambda chunk: len(chunk.token_ids))
+
+    is_on_cpu = device.type == "cpu"
+    rest = sorted(chunks, key=lambda chunk: len(chunk.token_ids))
     grouped: list[list[ChunkRef]] = []
-    n_tokens = 0
-    for chunk in sorted(chunks, key=lambda chunk: len(chunk.token_ids)):
-        n_tokens += len(chunk.token_ids)
-        if not grouped or n_tokens > most_tokens or len(grouped[-1]) == BATCH_CHUNKS:
-            grouped.append([])
-            n_tokens = len(chunk.token_ids)
-        grouped[-1].append(chunk)
+    while rest:
+        group, room = list[ChunkRef](), BATCH_TOKENS if is_on_cpu else DEVICE_BATCH_TOKENS
+        while rest and len(group) < BATCH_CHUNKS:
+            n_found = n_fitting(room)
+            if not is_on_cpu and n_found < len(rest):
+                n_found = 0  # the next one is too long
+            elif is_on_cpu:  # the longest that leaves room for another one
+                n_found = n_fitting(room - len(rest[0].token_ids)) or n_found
+            if not n_found and group:
+                break
+            group.append(rest.pop(n_found - 1))
+            room -= len(group[-1].token_ids)
+        grouped.append(group)
     return grouped
 
 
@@ -77,8 +93,12 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
     empty = [torch.empty(shape, dtype=model.dtype, device=where) for where in model.layer_devices]
     before = list(zip(empty, empty, strict=True))
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor | None:
         before[layer] = key[:, :, :n_prefix], value[:, :, :n_prefix]
+        if layer == model.n_layers - 1:
+            return None
         mask = model.window_mask(layer, len(ids))
         return model.attention(layer, query, key, value, scaling, mask, mask is None)
 
@@ -233,6 +253,12 @@ def prefill(
             _SideBySide(first, part, device) for first, part in zip(firsts, parts, strict=True)
         ]
 
+    turns = []
+    for cos, sin in rotation.turns:
+        at = local[cos.device].rows
+        turns.append((cos.index_select(0, at), sin.index_select(0, at)))
+    of_local = replace(rotation, turns=turns)
+
     # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics (L, R)
     kind: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
     shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
@@ -243,16 +269,19 @@ def prefill(
         for _ in range(2)
     )
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor | None:
         (query,), (key,), (value,) = query, key, value
         cos, sin = rotation.of(layer)
         of_keys[layer] = unrotate(key.transpose(0, 1), cos, sin)[:n_tokens]
         of_values[layer] = value.transpose(0, 1)[:n_tokens]
         means = local[query.device]
         local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
-        turns = (side.index_select(0, means.rows) for side in (cos, sin))
-        local_query[layer] = means(unrotate(local_queries, *turns))
-        output = torch.zeros_like(query)
+        local_query[layer] = means(unrotate(local_queries, *of_local.of(layer)))
+        is_last = layer == model.n_layers - 1
+        output = torch.empty_like(query)
+        output[:, n_tokens:] = 0
         for group in groups[query.device]:
             own, *rest = map(group.stack, (query, key, value))
             keys, values = (
@@ -261,21 +290,22 @@ def prefill(
             )
             mask = model.window_mask(layer, keys.shape[2])
             is_plain = mask is None and model.scores_plainly
-            attended = torch.empty_like(own)
+            attended = group.stack(output)  # of one chunk a view
             found = layer_statistics(
                 own, keys, scaling, n_later=group.n_later, n_prefix=n_prefix,
                 tile=64 if on_cpu else 256,  # a CPU's cache holds the smaller tile
-                value=values if is_plain else None, out=attended,
+                value=values if is_plain and not is_last else None, out=attended,
             )  # fmt: skip
-            if not is_plain:
+            if not is_plain and not is_last:
                 # as many queries as keys, so that causal attention needs no mask
                 padded = pad(own, (0, 0, n_prefix, 0))
                 whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
-                attended = whole[:, :, n_prefix:]
-            output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
+                attended.copy_(whole[:, :, n_prefix:])
+            if len(own) > 1:
+                output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
             alpha[layer, group.of_pass] = group.flatten(found.alpha)
             sustained[layer, group.of_pass] = group.flatten(found.sustained)
-        return output[None]
+        return None if is_last else output[None]
 
     hidden = model.embed(ids)
     for layer in range(model.n_layers):

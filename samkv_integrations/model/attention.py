@@ -26,8 +26,10 @@ class Attend(Protocol):
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Attention output of the R tokens that the pass computes, (batch, H, R, D).
+
+        None if the layer's output is not needed: it is any numbers then, and need not be computed.
 
         query (batch, H, R, D), key and value (batch, G, R, D): after RoPE, of these tokens only.
         The pass adds the keys and values of all other tokens.
@@ -58,7 +60,8 @@ def _samkv_attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return attend(layer, query, key, value, scaling).transpose(1, 2), None
+    attended = attend(layer, query, key, value, scaling)
+    return (query if attended is None else attended).transpose(1, 2), None
 
 
 def attention(

@@ -110,6 +110,8 @@ def run(
     output = attend(
         attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling
     )
+    if output is None:
+        return hidden
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
     rows = rows + _product(attention.o_proj, output, packed)
     normed = _normed(layer.post_attention_layernorm, rows)

@@ -429,7 +429,7 @@ class Model:
 
             def attend(
                 layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-            ) -> Tensor:
+            ) -> Tensor | None:
                 return of_halves(layer, query[..., halves], key[..., halves], value, scaling)
 
         if self._lies_otherwise:

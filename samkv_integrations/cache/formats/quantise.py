@@ -108,9 +108,8 @@ class EntryFormat:
         mixed, wide = keys.float(), values.float()
         if self.is_quantised:
             mixed = self._mix(mixed)
-        # It is NaN if any number is. A test of each takes five times as long.
-        largest = torch.maximum(mixed.abs().max(), wide.abs().max())
         if not self.is_quantised:
+            largest = torch.maximum(mixed.abs().max(), wide.abs().max())
             sides = [
                 side.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
                 for side in (keys, values)
@@ -119,10 +118,13 @@ class EntryFormat:
             return torch.cat(sides, dim=1), no_range, largest
         tokens, group = _groups_of(tuple(lengths), mixed.device)
         of_groups = mixed.index_select(0, tokens).view(-1, GROUP_TOKENS, *mixed.shape[1:])
-        key_range = self._range(of_groups.amin(1), of_groups.amax(1)).transpose(0, 1).contiguous()
+        ends = of_groups.amin(1), of_groups.amax(1), wide.amin(-1), wide.amax(-1)
+        # It is NaN if any number is. A test of each takes five times as long.
+        largest = torch.cat([side.flatten() for side in ends]).abs().max()
+        key_range = self._range(*ends[:2]).transpose(0, 1).contiguous()
         scale, offset = key_range.float().index_select(0, group).unbind(1)
         of_keys = self._pack(mixed.sub(offset).div_(scale))
-        value_range = self._range(wide.amin(-1), wide.amax(-1))  # (2, T, G)
+        value_range = self._range(*ends[2:])  # (2, T, G)
         scale, offset = value_range.float()[..., None]
         of_values = self._pack(wide.sub(offset).div_(scale))
         of_tokens = value_range.transpose(0, 1).contiguous().view(torch.uint8).flatten(1)
@@ -281,10 +283,16 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The model's cos and sin, rounded to bfloat16, do not satisfy cos^2 + sin^2 = 1. The inverse
     divides by that sum; else every stored key would be off by up to 0.5 %.
     """
-    half = x.shape[-1] // 2
-    cos, sin = (side[..., None, :half].float() for side in (cos, sin))
+    cos, sin, norm = _inverse(cos, sin)
+    return _turn(x.float(), cos, sin).div_(norm).to(x.dtype)
+
+
+@lru_cache(maxsize=4)
+def _inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `unrotate` computes with in all layers of a pass."""
+    cos, sin = (side[..., None, : side.shape[-1] // 2].float() for side in (cos, sin))
     norm = cos.square() + sin.square()
-    return (_turn(x.float(), cos, -sin) / torch.cat((norm, norm), -1)).to(x.dtype)
+    return cos, -sin, torch.cat((norm, norm), -1)
 
 
 # -- entries of a context ------------------------------------------------------------------------
