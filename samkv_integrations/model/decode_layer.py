@@ -111,7 +111,7 @@ def run(
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
     project = mlp.down_proj if packed is None else mlp.down_proj.packed_product
-    rows = rows + project(F.silu(gate) * up)
+    rows = rows + project(F.silu(gate).mul_(up))
     return rows[None]
 
 

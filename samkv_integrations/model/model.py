@@ -65,6 +65,7 @@ class Model:
             mode and with SDPA attention.
         tokenizer: its fast tokenizer, which is copied.
         name: what a report calls it.
+        copies_tokenizer: False for a tokenizer that nobody else has; a copy takes memory.
 
     identity: digests of what it computes with, and whether that has changed.
     device: of the embeddings and logits. layer_devices: where each layer computes, and its entries
@@ -81,6 +82,8 @@ class Model:
         hf: PreTrainedModel,
         tokenizer: Any,  # noqa: ANN401
         name: str,
+        *,
+        copies_tokenizer: bool = True,
     ) -> None:
         if not isinstance(hf, PreTrainedModel):
             raise UnsupportedModel(
@@ -112,8 +115,8 @@ class Model:
             # It unpacks its weights when the model is first called; no layer can run before.
             with torch.no_grad():
                 hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
-        # A copy: for each text it is told anew whether special tokens count, under our lock.
-        self.tokenizer = copy.deepcopy(tokenizer)
+        # Ours alone: for each text it is told anew whether special tokens count, under our lock.
+        self.tokenizer = copy.deepcopy(tokenizer) if copies_tokenizer else tokenizer
         self.name = name
         self.identity = Identity(hf, name)
         self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
