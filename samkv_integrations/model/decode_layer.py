@@ -6,7 +6,7 @@ operations of a pass. The numbers are those of the modules on a CPU, to the last
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -43,21 +43,27 @@ class PackedLayer:
 
 def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
     """Whether `run` computes what the layer does: nobody has replaced, wrapped or hooked a part."""
-    if config.model_type not in _FAMILIES or type(layer.mlp.act_fn) is not type(ACT2FN["silu"]):
+    if config.model_type not in _FAMILIES or type(layer.mlp.act_fn) is not _silu():
         return False
-    return all(
-        _is_known(part)
-        and "forward" not in vars(part)
-        and not (part._forward_hooks or part._forward_pre_hooks)
-        for part in layer.modules()
-    )
+    parts: list[nn.Module] = [layer]
+    for part in parts:
+        is_hooked = part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+        if is_hooked or not _is_known(type(part)):
+            return False
+        parts += part.children()
+    return True
 
 
-def _is_known(part: nn.Module) -> bool:
-    module = type(part).__module__
-    if isinstance(part, nn.Linear | PackedLinear):  # subclasses of others may want three axes
-        return module.partition(".")[0] in _ROOTS
-    return module.startswith("transformers.models.") or type(part) is type(ACT2FN["silu"])
+@cache
+def _silu() -> type[nn.Module]:
+    return type(ACT2FN["silu"])
+
+
+@cache
+def _is_known(kind: Any) -> bool:  # noqa: ANN401
+    if issubclass(kind, nn.Linear):  # subclasses of others may want three axes
+        return kind.__module__.partition(".")[0] in _ROOTS
+    return kind.__module__.startswith("transformers.models.") or kind is _silu()
 
 
 _ROOTS = ("torch", "bitsandbytes", "torchao", "samkv_integrations")
@@ -107,11 +113,11 @@ def run(
     rows = rows + project(output)
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
-        gate, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+        gate = F.silu(mlp.gate_proj(normed))  # while it is in a CPU's cache
+        rows = rows + mlp.down_proj(gate.mul_(mlp.up_proj(normed)))
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
-    project = mlp.down_proj if packed is None else mlp.down_proj.packed_product
-    rows = rows + project(F.silu(gate).mul_(up))
+        rows = rows + mlp.down_proj.packed_product(F.silu(gate).mul_(up))
     return rows[None]
 
 
