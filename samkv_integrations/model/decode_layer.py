@@ -48,7 +48,8 @@ def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
     parts: list[nn.Module] = [layer]
     for part in parts:
         is_hooked = part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
-        if is_hooked or not _is_known(type(part)):
+        kind: Any = type(part)
+        if is_hooked or not _is_known(kind):
             return False
         parts += part.children()
     return True

@@ -466,12 +466,14 @@ class Model:
         """Rows that a pass adds behind its tokens, so that passes have fewer shapes.
 
         For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
-        keeps a thousand of them. There are a sixteenth more rows at most, and 160 numbers of them
-        up to 4,096. What the other rows come to stays the same to the last bit.
+        keeps a thousand of them. There are an eighth more rows at most, a sixteenth from 256 on,
+        and 128 numbers of them up to 4,096. What the other rows come to stays the same to the last
+        bit.
         """
         if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
             return 0
-        return -n_rows % min(64, 1 << n_rows.bit_length() - 5)
+        an_eighth = 1 << n_rows.bit_length() - 4
+        return -n_rows % min(an_eighth, max(16, an_eighth // 2), 64)
 
     def n_more_keys(self, n_keys: int) -> int:
         """Entries of zeros that a pass attends to behind ``n_keys``, masked, for the same reason.
