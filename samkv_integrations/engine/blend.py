@@ -262,7 +262,9 @@ class Blend:
         n_tokens = plan.layers[0].n_computed
         # what later prompts take from memory is exact
         with self.model.short_pass(n_tokens) if self.leaves is None else nullcontext():
-            return self.model.logits(self.through_layers(plan)[0, -1:])[0]
+            last = self.through_layers(plan)[0, -1:]
+        with self.model.short_pass(1):
+            return self.model.logits(last)[0]
 
     def through_layers(self, plan: PassPlan) -> Tensor:
         """(1, R, hidden size): output of the last layer for the tokens that it computes."""

@@ -81,7 +81,7 @@ def attention(
     is_explicit = score_cap is not None or sinks is not None
     if may_round and mask is not None and n_rows >= _MANY_ROWS and is_compiled:
         is_explicit |= query.dtype == torch.bfloat16 and products_are_faster()
-    more_rows, more_keys = _more(n_rows, n_keys, causal)
+    more_rows, more_keys = _more(n_rows, n_keys, causal, is_explicit)
     if is_compiled and (more_rows or more_keys) and (is_explicit or n_rows >= _MANY_ROWS):
         query = F.pad(query, (0, 0, 0, more_rows))
         if more_keys:
@@ -143,12 +143,12 @@ _MANY_ROWS = 64
 """From so many on, kernels of CPUs for 16 bits are compiled for each shape."""
 
 
-def _more(n_rows: int, n_keys: int, causal: bool) -> tuple[int, int]:
+def _more(n_rows: int, n_keys: int, causal: bool, is_explicit: bool) -> tuple[int, int]:
     """Rows and keys of zeros that attention in 16 bits gets on CPUs, so that it has few shapes.
 
     PyTorch and oneDNN compile a program of .1 to 1.3 MB for each, and PyTorch keeps all of them.
     """
-    more_keys = -n_keys % 64
+    more_keys = -n_keys % (16 if causal and not is_explicit else 64)
     if causal:
         return (more_keys, more_keys) if n_rows == n_keys else (0, 0)
     return -n_rows % 16 if n_rows > 16 else 0, more_keys

@@ -6,7 +6,7 @@ operations of a pass. The numbers are those of the modules on a CPU, to the last
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -43,22 +43,29 @@ class PackedLayer:
 
 def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
     """Whether `run` computes what the layer does: nobody has replaced, wrapped or hooked a part."""
-    if config.model_type not in _FAMILIES or type(layer.mlp.act_fn) is not type(ACT2FN["silu"]):
+    if config.model_type not in _FAMILIES or type(layer.mlp.act_fn) is not _silu():
         return False
-    return all(
-        _is_known(part)
-        and "forward" not in vars(part)
-        and not (part._forward_hooks or part._forward_pre_hooks)
-        for part in layer.modules()
-    )
+    parts: list[nn.Module] = [layer]
+    for part in parts:
+        is_hooked = part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
+        kind: Any = type(part)
+        if is_hooked or not _is_known(kind):
+            return False
+        parts += part.children()
+    return True
 
 
-def _is_known(part: nn.Module) -> bool:
-    module = type(part).__module__
-    if isinstance(part, nn.Linear | PackedLinear):
-        return module.partition(".")[0] in _ROOTS
+@cache
+def _silu() -> type[nn.Module]:
+    return type(ACT2FN["silu"])
+
+
+@cache
+def _is_known(kind: Any) -> bool:  # noqa: ANN401
+    if issubclass(kind, nn.Linear):
+        return kind.__module__.partition(".")[0] in _ROOTS
     kinds = ("transformers.models.", "gptqmodel.")  # the latter for AWQ and GPTQ
-    return module.startswith(kinds) or type(part) is type(ACT2FN["silu"])
+    return kind.__module__.startswith(kinds) or kind is _silu()
 
 
 _ROOTS = ("torch", "bitsandbytes", "torchao", "samkv_integrations")
@@ -116,10 +123,12 @@ def run(
     rows = rows + _product(attention.o_proj, output, packed)
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
-        gate, up = _product(mlp.gate_proj, normed), _product(mlp.up_proj, normed)
+        gate = F.silu(_product(mlp.gate_proj, normed))  # while it is in a CPU's cache
+        gate.mul_(_product(mlp.up_proj, normed))
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
-    rows = rows + _product(mlp.down_proj, F.silu(gate) * up, packed)
+        gate = F.silu(gate).mul_(up)
+    rows = rows + _product(mlp.down_proj, gate, packed)
     return rows[None]
 
 

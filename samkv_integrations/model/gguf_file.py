@@ -8,6 +8,7 @@ entry by entry for each of config, tokenizer and weights: 22 CPU seconds for 135
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -55,6 +56,8 @@ _SIZES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 """Field of the config -> key of the metadata, below the architecture; every file has these."""
+
+_WITH_SAME_INPUT = re.compile("(q|k|v|gate|up)_proj$")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -291,6 +294,7 @@ class GgufFile:
                 return matrix
             return torch.nn.Parameter(unpacked(matrix, torch.bfloat16))
 
+        linears = defaultdict[str, dict[str, FileMatrix]](dict)
         for here, name in names.items():
             path, kind = name.rsplit(".", 1)
             module = hf.get_submodule(path)
@@ -299,18 +303,22 @@ class GgufFile:
                 weight = self._weight(here, config, torch.bfloat16)
                 setattr(module, kind, torch.nn.Parameter(weight))
             elif isinstance(module, torch.nn.Linear):
-                matrix = self._matrix(here, config)
-                packed = PackedLinear(pack(matrix), exact_of(matrix), module.bias, buffer)
-                hf.set_submodule(path, packed)
+                linears[_WITH_SAME_INPUT.sub("", path)][path] = self._matrix(here, config)
             elif is_in_memory:
                 module.weight = exact_of(self._matrix(here, config))
             else:
                 hf.set_submodule(path, PackedEmbedding(self._matrix(here, config)))
+        for matrices in linears.values():
+            parts = pack(list(matrices.values()), buffer)
+            for (path, matrix), packed in zip(matrices.items(), parts, strict=True):
+                bias = hf.get_submodule(path).bias
+                hf.set_submodule(path, PackedLinear(packed, exact_of(matrix), bias, buffer))
         embedding = hf.get_input_embeddings()
         if config.tie_word_embeddings and _is_quantised(self._tensors["token_embd.weight"][0]):
             matrix = self._matrix("token_embd.weight", config)
             exact = embedding.weight if is_in_memory else embedding.exact
-            hf.lm_head = PackedLinear(pack(matrix), exact, None, buffer)
+            [packed] = pack([matrix], buffer)
+            hf.lm_head = PackedLinear(packed, exact, None, buffer)
         elif config.tie_word_embeddings:
             hf.lm_head.weight = embedding.weight
         decoder = hf.get_decoder()

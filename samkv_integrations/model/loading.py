@@ -120,6 +120,7 @@ def load_model(
     for decided in _DECIDED.keys() & further.keys():
         raise InvalidOption(f"model_kwargs holds {decided!r}: {_DECIDED[decided]}")
     source, gguf_file = _source(name)
+    is_given = tokenizer is not None
     is_fast = name == "builtin" or gguf_file is not None
     with _loading("model", name, further, hides_progress=is_fast):
         if gguf_file is not None:
@@ -161,7 +162,7 @@ def load_model(
             hf = hf.to(place)
     if tokenizer is None:
         tokenizer = load_tokenizer(name, tokenizer_kwargs)
-    return Model(hf, tokenizer, name)
+    return Model(hf, tokenizer, name, copies_tokenizer=is_given)
 
 
 def _refuse_no_numbers(hf: Any, name: str) -> None:  # noqa: ANN401

@@ -64,6 +64,7 @@ class Model:
             mode and with SDPA attention.
         tokenizer: its fast tokenizer, which is copied.
         name: what a report calls it.
+        copies_tokenizer: False for a tokenizer that nobody else has; a copy takes memory.
 
     identity: digests of what it computes with, and whether that has changed.
     device: of the embeddings and logits. layer_devices: where each layer computes, and its entries
@@ -80,6 +81,8 @@ class Model:
         hf: PreTrainedModel,
         tokenizer: Any,  # noqa: ANN401
         name: str,
+        *,
+        copies_tokenizer: bool = True,
     ) -> None:
         if not isinstance(hf, PreTrainedModel):
             raise UnsupportedModel(
@@ -111,8 +114,8 @@ class Model:
             # Some unpack weights, or convert scales, when they first run; no layer can run before.
             with torch.no_grad():
                 hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
-        # A copy: for each text it is told anew whether special tokens count, under our lock.
-        self.tokenizer = copy.deepcopy(tokenizer)
+        # Ours alone: for each text it is told anew whether special tokens count, under our lock.
+        self.tokenizer = copy.deepcopy(tokenizer) if copies_tokenizer else tokenizer
         self.name = name
         self.identity = Identity(hf, name)
         self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
@@ -465,12 +468,14 @@ class Model:
         """Rows that a pass adds behind its tokens, so that passes have fewer shapes.
 
         For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
-        keeps a thousand of them. There are an eighth more rows at most, and 112 numbers of them up
-        to 4,096. What the other rows come to stays the same to the last bit.
+        keeps a thousand of them. There are an eighth more rows at most, a sixteenth from 256 on,
+        and 128 numbers of them up to 4,096. What the other rows come to stays the same to the last
+        bit.
         """
         if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
             return 0
-        return -n_rows % min(64, 1 << n_rows.bit_length() - 4)
+        an_eighth = 1 << n_rows.bit_length() - 4
+        return -n_rows % min(an_eighth, max(16, an_eighth // 2), 64)
 
     def n_more_keys(self, n_keys: int) -> int:
         """Entries of zeros that a pass attends to behind ``n_keys``, masked, for the same reason.

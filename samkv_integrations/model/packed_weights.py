@@ -38,7 +38,7 @@ MOST_TOKENS_UNPACKING = 128
 weights of 4 bits, and as 250 with 8 bits (docs/decisions.md)."""
 
 _GROUP = 32
-BLOCK_NUMBERS = 2**20
+BLOCK_NUMBERS = 2**18
 """Weights that are unpacked at a time while a model is loaded, and in products by row blocks."""
 
 MOST_WHOLE = 2**26
@@ -48,7 +48,7 @@ LARGE = 2**21
 """Weights of a matrix from which on `LargeInt8Matrix` is faster than `Int8Matrix`."""
 
 LARGE_BLOCK = 5 * 2**20
-"""Weights of a `LargeInt8Matrix` that are packed at a time: more take more memory meanwhile."""
+"""Weights of a `LargeInt8Matrix` that are packed at a time."""
 
 
 # -- where exact weights come from -------------------------------------------------------------
@@ -199,11 +199,6 @@ class Int4Matrix:
         self._scales[:, first:last, 0] = scale.t()
         self._scales[:, first:last, 1] = (offset + 8 * scale).t()  # where the kernel's zero is
 
-    def join(self, parts: Sequence[Any]) -> None:
-        """Set all rows to those of ``parts``."""
-        torch.cat([each._codes for each in parts], out=self._codes)
-        torch.cat([each._scales for each in parts], 1, out=self._scales)
-
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 -> (n, n_rows)."""
         # of torch itself, as a call through torch.ops takes 1 us longer
@@ -211,39 +206,34 @@ class Int4Matrix:
 
 
 class Int8Matrix:
-    """Numbers of 8 bits, with a scale for each row. Its rows are exact for what it holds."""
+    """Numbers of 8 bits, with a scale for each row. Its rows are exact for what it holds.
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    Args:
+        codes: memory for the numbers, if there is some.
+    """
+
+    def __init__(self, shape: tuple[int, int], codes: Tensor | None = None) -> None:
         self.n_rows, self.n_columns = shape
-        self._codes = torch.empty(shape, dtype=torch.int8)
-        self._scales = torch.empty(self.n_rows, dtype=torch.bfloat16)
+        self.codes = torch.empty(shape, dtype=torch.int8) if codes is None else codes.view(shape)
+        self.scales = torch.empty(self.n_rows, dtype=torch.bfloat16)
 
     @property
     def n_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes
+        return self.codes.nbytes + self.scales.nbytes
 
     def fill(self, first: int, values: Tensor) -> None:
         """Set the rows from ``first`` on to ``values`` (n, n_columns) float32, rounded."""
-        last = first + len(values)
-        self._codes[first:last], self._scales[first:last] = _in_8_bits(values)
-
-    def join(self, parts: Sequence[Any]) -> None:
-        """Set all rows to those of ``parts``."""
-        torch.cat([each._codes for each in parts], out=self._codes)
-        torch.cat([each._scales for each in parts], out=self._scales)
+        last, smallest = first + len(values), torch.finfo(torch.float32).tiny
+        scales = (values.abs().amax(1) / 127).clamp_min(smallest).bfloat16()
+        codes = (values / scales.float()[:, None]).round_().clamp_(-127, 127)
+        self.codes[first:last], self.scales[first:last] = codes, scales
 
     def rows(self, first: int, last: int) -> Tensor:
-        return self._codes[first:last].float() * self._scales[first:last].float()[:, None]
+        return self.codes[first:last].float() * self.scales[first:last].float()[:, None]
 
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 -> (n, n_rows)."""
-        return torch._weight_int8pack_mm(x, self._codes, self._scales)
-
-
-def _in_8_bits(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (n, n_columns) int8 and scales (n,) bfloat16 of rows in float32."""
-    scales = (values.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny).bfloat16()
-    return (values / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
+        return torch._weight_int8pack_mm(x, self.codes, self.scales)
 
 
 class LargeInt8Matrix:
@@ -265,15 +255,9 @@ class LargeInt8Matrix:
     def n_bytes(self) -> int:
         return self.n_rows * self.n_columns + sum(scales.nbytes for _, scales in self._blocks)
 
-    def append(self, values: Tensor) -> None:
-        """Round rows to 8 bits and append them. values: (n, n_columns) float32."""
-        codes, scales = _in_8_bits(values)
-        packed = torch.ops.onednn.qlinear_prepack(codes, [2, self.n_columns])
-        self._blocks.append((packed, scales.float()))
-
-    def join(self, parts: Sequence[Any]) -> None:
-        """Set all rows to those of ``parts``, which keep their blocks."""
-        self._blocks = [block for each in parts for block in each._blocks]
+    def append(self, rows: Int8Matrix) -> None:
+        packed = torch.ops.onednn.qlinear_prepack(rows.codes, [2, self.n_columns])
+        self._blocks.append((packed, rows.scales.float()))
 
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 -> (n, n_rows)."""
@@ -309,40 +293,48 @@ class Part:
         return self.whole.product(x)[:, self._rows].contiguous()
 
 
-def joined(matrices: Sequence[Packed | Part]) -> Packed | None:
-    """One matrix with the rows of all, in this order; None if their kinds or layouts differ."""
-    kind, first = type(matrices[0]), matrices[0]
-    is_one = all(type(each) is kind and each.n_rows % 64 == 0 for each in matrices)
-    if isinstance(first, Part) or not is_one:
-        return None
-    whole: Packed = type(first)((sum(each.n_rows for each in matrices), first.n_columns))
-    whole.join(matrices)
-    return whole
+def pack(matrices: Sequence[FileMatrix], buffer: Buffer) -> list[Packed | Part]:
+    """Matrices with the same input, packed block by block: as parts of one, if they are alike.
+
+    Nothing larger than ``buffer`` is allocated besides: what is freed between the weights would
+    stay with the process.
+    """
+    in_4_bits = {has_4_bits(each.kind, (each.n_rows, each.n_columns)) for each in matrices}
+    if len(matrices) > 1 and (len(in_4_bits) > 1 or any(each.n_rows % 64 for each in matrices)):
+        return [packed for each in matrices for packed in pack([each], buffer)]
+    shape = sum(each.n_rows for each in matrices), matrices[0].n_columns
+    is_large = shape[0] * shape[1] >= LARGE
+    kind = Int4Matrix if True in in_4_bits else LargeInt8Matrix if is_large else Int8Matrix
+    whole: Packed = kind(shape)
+    parts, n_filled = list[Packed | Part](), 0
+    for matrix in matrices:
+        _fill(whole, n_filled, matrix, buffer)
+        parts.append(Part(whole, n_filled, matrix.n_rows))
+        n_filled += matrix.n_rows
+    return parts if len(parts) > 1 else [whole]
 
 
-def pack(matrix: Exact) -> Packed:
-    """The matrix packed, block by block; in 4 bits if it is stored so."""
-    shape = matrix.n_rows, matrix.n_columns
-    if isinstance(matrix, FileMatrix) and has_4_bits(matrix.kind, shape):
-        in_4_bits = Int4Matrix(shape)
+def _fill(whole: Packed, at: int, matrix: FileMatrix, buffer: Buffer) -> None:
+    """Set the rows from ``at`` on."""
+    if isinstance(whole, Int4Matrix):
         for first, last in row_blocks(matrix):
             parts = parts_of(matrix.kind, matrix.blocks(first, last))
             assert parts is not None
             codes, scale, offset = parts
             if offset is None:  # its codes are signed
                 codes, offset = codes + 8, -8 * scale
-            in_4_bits.fill(first, codes, scale, offset)
-        return in_4_bits
-    if matrix.n_rows * matrix.n_columns >= LARGE:
-        large = LargeInt8Matrix(shape)
-        for first, last in row_blocks(matrix, LARGE_BLOCK):
-            values = torch.empty(last - first, matrix.n_columns)
-            large.append(unpack(matrix, first, last, values))
-        return large
-    in_8_bits = Int8Matrix(shape)
-    for first, last in row_blocks(matrix):
-        in_8_bits.fill(first, matrix.rows(first, last))
-    return in_8_bits
+            whole.fill(at + first, codes, scale, offset)
+    elif isinstance(whole, Int8Matrix):
+        for first, last in row_blocks(matrix):
+            whole.fill(at + first, matrix.rows(first, last))
+    else:
+        for start, end in row_blocks(matrix, LARGE_BLOCK):
+            shape = end - start, matrix.n_columns
+            some = Int8Matrix(shape, buffer.memory(shape[0] * shape[1] // 2).view(torch.int8))
+            step = max(1, BLOCK_NUMBERS // matrix.n_columns)
+            for first in range(start, end, step):
+                some.fill(first - start, matrix.rows(first, min(first + step, end)))
+            whole.append(some)
 
 
 def has_4_bits(kind: Any, shape: tuple[int, int]) -> bool:  # noqa: ANN401
@@ -380,7 +372,9 @@ def kernels_work() -> bool:
                 rows = slice(first, last)
                 in_4_bits.fill(first, codes[rows], scale[rows], offset[rows])
                 in_8_bits.fill(first, exact[rows])
-                large.append(exact[rows])
+                some = Int8Matrix((last - first, 64))
+                some.fill(0, exact[rows])
+                large.append(some)
             for n_tokens in (1, MOST_TOKENS):
                 x = torch.randn(n_tokens, 64, generator=random).bfloat16()
                 expected = x.float() @ exact.t()
@@ -427,6 +421,12 @@ class Buffer:
     def __deepcopy__(self, memo: object) -> Buffer:
         return Buffer()
 
+    def memory(self, n_numbers: int) -> Tensor:
+        """(n_numbers,) bfloat16, any numbers."""
+        if self._values.numel() < n_numbers:
+            self._values = torch.empty(n_numbers, dtype=torch.bfloat16)
+        return self._values[:n_numbers]
+
     def product(self, x: Tensor, matrix: Exact, bias: Tensor | None) -> Tensor:
         """The exact linear layer; of a large one, blocks of rows are unpacked."""
         n_numbers = matrix.n_rows * matrix.n_columns
@@ -434,10 +434,7 @@ class Buffer:
         products = []
         with self._lock:
             for first, last in [(0, matrix.n_rows)] if is_whole else row_blocks(matrix):
-                n_numbers = (last - first) * matrix.n_columns
-                if self._values.numel() < n_numbers:
-                    self._values = torch.empty(n_numbers, dtype=torch.bfloat16)
-                weight = self._values[:n_numbers].view(-1, matrix.n_columns)
+                weight = self.memory((last - first) * matrix.n_columns).view(-1, matrix.n_columns)
                 unpack(matrix, first, last, weight)
                 some = None if bias is None else bias[first:last]
                 products.append(F.linear(x, weight, some))
@@ -454,11 +451,15 @@ class PackedLinear(nn.Linear):
     """
 
     def __init__(
-        self, packed: Packed, exact: nn.Parameter | Exact, bias: nn.Parameter | None, buffer: Buffer
+        self,
+        packed: Packed | Part,
+        exact: nn.Parameter | Exact,
+        bias: nn.Parameter | None,
+        buffer: Buffer,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = packed.n_columns, packed.n_rows
-        self.packed: Packed | Part = packed
+        self.packed = packed
         self._buffer = buffer
         self.exact: Exact | None = None
         self.register_parameter("bias", bias)
@@ -497,23 +498,15 @@ class PackedLinear(nn.Linear):
 
 
 class JoinedLinears:
-    """Linear layers with the same input, such as q, k and v, that decode with one matrix product.
+    """Linear layers with the same input, such as q, k and v.
 
-    The layers then share the joined weights. Weights of different quantisation are not joined.
+    They decode with one product if they are the parts of one matrix.
     """
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self._linears = linears
-        packed = [each.packed for each in linears]
-        self._whole = packed[0].whole if isinstance(packed[0], Part) else joined(packed)
-        if any(each.exact is each.packed for each in linears):
-            self._whole = None  # a joined matrix would be a second copy
-        if self._whole is None:
-            return
-        first = 0
-        for each in linears:
-            each.packed = Part(self._whole, first, each.out_features)
-            first += each.out_features
+        wholes = {each.packed.whole for each in linears if isinstance(each.packed, Part)}
+        self._whole = wholes.pop() if len(wholes) == 1 else None
 
     def product(self, x: Tensor) -> Tensor:
         """(n, in_features) bfloat16 -> (n, sum of their out_features)."""

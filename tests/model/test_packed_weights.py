@@ -21,6 +21,7 @@ from samkv_integrations.model.gguf_file import GgufFile
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.packed_weights import (
+    Buffer,
     FileMatrix,
     Int4Matrix,
     OpenFile,
@@ -76,7 +77,7 @@ class TestMatrices:
         monkeypatch.setattr(packed_weights, "LARGE_BLOCK", 64 * 256)
         monkeypatch.setattr(packed_weights, "BLOCK_NUMBERS", 64 * 256)  # three blocks of rows
         matrix, values = matrix_of(kind, tmp_path)
-        packed = pack(matrix)
+        [packed] = pack([matrix], Buffer())
         assert packed.n_bytes == packed_bytes(kind, (144, 256))
         assert isinstance(packed, Int4Matrix) == (kind in IN_4_BITS)
         for n_tokens in (1, 3, 8):
@@ -91,7 +92,8 @@ class TestMatrices:
     def test_4_bits_are_those_of_the_file(self, kind: Kind, tmp_path: Path) -> None:
         """Each weight differs by what bfloat16 rounds off its scale and its offset."""
         matrix, values = matrix_of(kind, tmp_path)
-        found = pack(matrix).product(torch.eye(256).bfloat16()).float().T
+        [packed] = pack([matrix], Buffer())
+        found = packed.product(torch.eye(256).bfloat16()).float().T
         groups = values.view(144, -1, 32)
         largest = groups.abs().amax(-1) + (groups.amax(-1) - groups.amin(-1))
         assert ((found.view_as(groups) - groups).abs().amax(-1) <= largest * 2**-7).all()
