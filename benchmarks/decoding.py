@@ -91,8 +91,8 @@ def decoding(
     """Whether packed weights and drafts change answers, and what a whole answer costs."""
     asked = questions_of([*(str(data / spec) for spec in STANDARD), str(PACKAGES)])[:most]
     use_threads_for(model)
-    unpacked = Engine(load_model(model, dtype="bfloat16", weights="unpacked"))
-    packed = Engine(load_model(model, dtype="bfloat16", weights="auto"))
+    unpacked = Engine(load_model(model, weights="unpacked"))
+    packed = Engine(load_model(model))
     if packed.model.weights == "unpacked":
         raise InvalidOption(f"{model!r} is not packed here; give a GGUF file, and more memory")
     settings = {"model": re.split(r"[/\\]", model)[-1], "tokens": tokens}

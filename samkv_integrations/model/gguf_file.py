@@ -214,7 +214,7 @@ class GgufFile:
     def model(
         self, dtype: torch.dtype, options: Mapping[str, Any], weights: GgufWeights = "unpacked"
     ) -> PreTrainedModel:
-        """The model. Packed weights need bfloat16 and no options.
+        """The model. Packed weights take no options.
 
         options: passed on to ``from_pretrained``.
 
@@ -229,7 +229,7 @@ class GgufFile:
             state = {name: self._weight(here, config, dtype) for here, name in names.items()}
             hf = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
         else:
-            self._fill(hf, names, is_in_memory=weights == "both")
+            self._fill(hf, names, dtype, is_in_memory=weights == "both")
         hf.config._name_or_path = hf.name_or_path = str(self.path)
         return hf
 
@@ -282,7 +282,9 @@ class GgufFile:
                 )
         return names
 
-    def _fill(self, hf: Any, names: Mapping[str, str], *, is_in_memory: bool) -> None:  # noqa: ANN401
+    def _fill(
+        self, hf: Any, names: Mapping[str, str], dtype: torch.dtype, *, is_in_memory: bool  # noqa: ANN401
+    ) -> None:  # fmt: skip
         """Give a model without weights those of the file, tensor by tensor.
 
         is_in_memory: whether exact weights are kept beside packed ones.
@@ -292,7 +294,7 @@ class GgufFile:
         def exact_of(matrix: FileMatrix) -> torch.nn.Parameter | FileMatrix:
             if not is_in_memory:
                 return matrix
-            return torch.nn.Parameter(unpacked(matrix, torch.bfloat16))
+            return torch.nn.Parameter(unpacked(matrix, dtype))
 
         linears = defaultdict[str, dict[str, FileMatrix]](dict)
         for here, name in names.items():
@@ -300,14 +302,14 @@ class GgufFile:
             module = hf.get_submodule(path)
             tensor, _ = self._tensors[here]
             if not _is_quantised(tensor):
-                weight = self._weight(here, config, torch.bfloat16)
+                weight = self._weight(here, config, dtype)
                 setattr(module, kind, torch.nn.Parameter(weight))
             elif isinstance(module, torch.nn.Linear):
                 linears[_WITH_SAME_INPUT.sub("", path)][path] = self._matrix(here, config)
             elif is_in_memory:
                 module.weight = exact_of(self._matrix(here, config))
             else:
-                hf.set_submodule(path, PackedEmbedding(self._matrix(here, config)))
+                hf.set_submodule(path, PackedEmbedding(self._matrix(here, config), dtype))
         for matrices in linears.values():
             parts = pack(list(matrices.values()), buffer)
             for (path, matrix), packed in zip(matrices.items(), parts, strict=True):
@@ -323,7 +325,7 @@ class GgufFile:
             hf.lm_head.weight = embedding.weight
         decoder = hf.get_decoder()
         decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # whose buffers are in no file
-        config.dtype = torch.bfloat16
+        config.dtype = dtype
 
     def _matrix(self, name: str, config: Any) -> FileMatrix:  # noqa: ANN401
         tensor, file = self._tensors[name]

@@ -316,9 +316,10 @@ def weights_digest(hf: PreTrainedModel) -> str:
         for name, tensor in state.items()
     ]
     if exact := dict(unpacked_of(hf)):  # as if they were unpacked: chunk caches are shared
-        each_once = {matrix: _hashes_unpacked(matrix) for matrix in exact.values()}
+        dtype, _ = kind_of(hf)
+        each_once = {matrix: _hashes_unpacked(matrix, dtype) for matrix in exact.values()}
         found += [
-            (name, str(torch.bfloat16), [matrix.n_rows, matrix.n_columns], each_once[matrix])
+            (name, str(dtype), [matrix.n_rows, matrix.n_columns], each_once[matrix])
             for name, matrix in exact.items()
         ]
         found.sort(key=lambda one: str(one[0]))
@@ -334,12 +335,12 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
 
 
-def _hashes_unpacked(matrix: Exact) -> list[str]:
+def _hashes_unpacked(matrix: Exact, dtype: torch.dtype) -> list[str]:
     """What hashing the pieces of the unpacked matrix comes to, one piece in memory at a time."""
-    piece = torch.empty(_PIECE_BYTES // 2, dtype=torch.bfloat16)
+    piece = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype)
     hashes, n_held = [], 0
     for first, last in row_blocks(matrix):
-        values = matrix.rows(first, last).bfloat16().view(-1)
+        values = matrix.rows(first, last).to(dtype).view(-1)
         while len(values):
             some, values = values[: len(piece) - n_held], values[len(piece) - n_held :]
             piece[n_held : n_held + len(some)] = some

@@ -98,8 +98,8 @@ def load_model(
         checkpoint's; float32 where this processor computes that slowly (see `is_slow`). For a GGUF
         file ``auto`` is bfloat16 where `bfloat16_is_fast`, else float32.
     weights: how a CPU keeps them. ``packed``: those of a GGUF file stay packed; decoding multiplies
-        them so, and every other pass unpacks layer after layer. ``auto``: in bfloat16 packed, and
-        unpacked besides if both fit into memory; packed if they fit only so; else unpacked.
+        them so, and every other pass unpacks layer after layer. ``auto``: packed, and unpacked
+        besides if both fit into memory; unpacked if dtype is ``float32`` and they fit so.
         ``int8``: those of another checkpoint are rounded to 8 bits, with a scale a row.
     tokenizer: a loaded one in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
@@ -137,7 +137,8 @@ def load_model(
                 )
             if weights == "int8":
                 _check_packable(weights, dtype, place, further)
-                dtype = "bfloat16" if kernels_work() else dtype
+                if dtype == "auto" and kernels_work():
+                    dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
             asked = _as_reachable(source, further)
             described, _ = PreTrainedConfig.get_config_dict(source, **asked)
             refuse_family(described.get("model_type"))  # before code of the model could run
@@ -187,13 +188,14 @@ def _as_it_fits(
 
     Raises InvalidOption for options that contradict each other, and if packed weights do not fit.
     """
-    if dtype == "auto" and weights != "packed" and bfloat16_is_fast(place):
-        dtype = "bfloat16"
-    unpacked = getattr(torch, "float32" if dtype == "auto" else dtype)
+    is_by_name = dtype == "float32"  # then nothing is rounded that fits unrounded
+    if dtype == "auto":
+        dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
+    computed: torch.dtype = getattr(torch, dtype)
     available = available_bytes()
 
-    def fits(kept: GgufWeights, dtype: torch.dtype) -> bool:
-        return available is None or file.n_bytes(dtype, kept) * _SPARE <= available
+    def fits(kept: GgufWeights) -> bool:
+        return available is None or file.n_bytes(computed, kept) * _SPARE <= available
 
     if weights == "int8":
         raise InvalidOption(
@@ -202,20 +204,20 @@ def _as_it_fits(
         )
     if weights == "packed":
         _check_packable(weights, dtype, place, further)
-    is_packable = place.type == "cpu" and not further and dtype in ("auto", "bfloat16")
-    is_wanted = weights == "packed" or dtype == "bfloat16" or not fits("unpacked", unpacked)
+    is_packable = place.type == "cpu" and not further and dtype != "float16"
+    is_wanted = weights == "packed" or not is_by_name or not fits("unpacked")
     can = weights != "unpacked" and is_packable and is_wanted and file.is_quantised
     if not (can and kernels_work()):
-        return "unpacked", unpacked
-    if weights == "auto" and dtype == "bfloat16" and fits("both", torch.bfloat16):
-        return "both", torch.bfloat16
-    if not fits("packed", torch.bfloat16):
+        return "unpacked", computed
+    if weights == "auto" and fits("both"):
+        return "both", computed
+    if not fits("packed"):
         raise InvalidOption(
-            f"{str(file.path)!r} needs {file.n_bytes(torch.bfloat16, 'packed') * _SPARE / 1e9:.1f} "
+            f"{str(file.path)!r} needs {file.n_bytes(computed, 'packed') * _SPARE / 1e9:.1f} "
             f"GB with packed weights, and {(available or 0) / 1e9:.1f} GB of memory are available; "
             "give a smaller file, or close other programs"
         )
-    return "packed", torch.bfloat16
+    return "packed", computed
 
 
 _SPARE = 1.1
@@ -228,7 +230,7 @@ def _check_packable(
     """Raises InvalidOption for options that packed weights do not go with."""
     options: dict[str, tuple[Any, bool]] = {
         "device": (str(place), place.type == "cpu"),
-        "dtype": (dtype, dtype in ("auto", "bfloat16")),
+        "dtype": (dtype, dtype != "float16"),
         "model_kwargs": (
             sorted(further),
             not further or (weights == "int8" and "device_map" not in further),
@@ -237,9 +239,9 @@ def _check_packable(
     for name, (value, is_allowed) in options.items():
         if not is_allowed:
             raise InvalidOption(
-                f"weights={weights!r} with {name}={value!r}; packed weights are for a CPU and "
-                "bfloat16; those of GGUF files take no model_kwargs, and others no device_map; "
-                "leave out either"
+                f"weights={weights!r} with {name}={value!r}; packed weights are for a CPU, and "
+                "for bfloat16 or float32; those of GGUF files take no model_kwargs, and others no "
+                "device_map; leave out either"
             )
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -200,9 +201,11 @@ class Int4Matrix:
         self._scales[:, first:last, 1] = (offset + 8 * scale).t()  # where the kernel's zero is
 
     def product(self, x: Tensor) -> Tensor:
-        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        """(n, n_columns) bfloat16 or float32 -> (n, n_rows), computed in bfloat16."""
         # of torch itself, as a call through torch.ops takes 1 us longer
-        return torch._weight_int4pack_mm_for_cpu(x, self._codes, _GROUP, self._scales)
+        in_bfloat16 = x.bfloat16()
+        product = torch._weight_int4pack_mm_for_cpu(in_bfloat16, self._codes, _GROUP, self._scales)
+        return product.to(x.dtype)
 
 
 class Int8Matrix:
@@ -232,15 +235,15 @@ class Int8Matrix:
         return self.codes[first:last].float() * self.scales[first:last].float()[:, None]
 
     def product(self, x: Tensor) -> Tensor:
-        """(n, n_columns) bfloat16 -> (n, n_rows)."""
-        return torch._weight_int8pack_mm(x, self.codes, self.scales)
+        """(n, n_columns) bfloat16 or float32 -> (n, n_rows), computed in bfloat16."""
+        return torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales).to(x.dtype)
 
 
 class LargeInt8Matrix:
     """The weights of `Int8Matrix` for oneDNN's int8 kernels, which are twice as fast.
 
-    The kernels take int8 inputs. Each row of a bfloat16 input is scaled to 16-bit integers, and
-    their high and low bytes are multiplied as two rows. This keeps bfloat16's precision.
+    The kernels take int8 inputs. Each row of an input is scaled to 16-bit integers, and their high
+    and low bytes are multiplied as two rows. This keeps bfloat16's precision.
     """
 
     def __init__(self, shape: tuple[int, int]) -> None:
@@ -260,7 +263,7 @@ class LargeInt8Matrix:
         self._blocks.append((packed, rows.scales.float()))
 
     def product(self, x: Tensor) -> Tensor:
-        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        """(n, n_columns) bfloat16 or float32 -> (n, n_rows)."""
         n = len(x)
         step = x.abs().amax(1, keepdim=True).float().clamp_min_(_TINY).div_(127 * 256)
         # 257 * 128 makes both bytes those of numbers from -128 to 127, with 128 added
@@ -272,7 +275,7 @@ class LargeInt8Matrix:
                 halves, 1.0, 128, codes, scales, self._no_zeros, None, 1.0, 0, torch.float32,
                 "none", [], "",
             )  # fmt: skip
-            products.append(torch.add(found[:n], found[n:], alpha=256).mul_(step).bfloat16())
+            products.append(torch.add(found[:n], found[n:], alpha=256).mul_(step).to(x.dtype))
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
@@ -289,7 +292,7 @@ class Part:
         self.n_rows, self.n_columns = n_rows, whole.n_columns
 
     def product(self, x: Tensor) -> Tensor:
-        """(n, n_columns) bfloat16 -> (n, n_rows)."""
+        """(n, n_columns) bfloat16 or float32 -> (n, n_rows)."""
         return self.whole.product(x)[:, self._rows].contiguous()
 
 
@@ -303,8 +306,8 @@ def pack(matrices: Sequence[FileMatrix], buffer: Buffer) -> list[Packed | Part]:
     if len(matrices) > 1 and (len(in_4_bits) > 1 or any(each.n_rows % 64 for each in matrices)):
         return [packed for each in matrices for packed in pack([each], buffer)]
     shape = sum(each.n_rows for each in matrices), matrices[0].n_columns
-    is_large = shape[0] * shape[1] >= LARGE
-    kind = Int4Matrix if True in in_4_bits else LargeInt8Matrix if is_large else Int8Matrix
+    in_8_bits = LargeInt8Matrix if is_large(shape[0] * shape[1]) else Int8Matrix
+    kind = Int4Matrix if True in in_4_bits else in_8_bits
     whole: Packed = kind(shape)
     parts, n_filled = list[Packed | Part](), 0
     for matrix in matrices:
@@ -330,7 +333,7 @@ def _fill(whole: Packed, at: int, matrix: FileMatrix, buffer: Buffer) -> None:
     else:
         for start, end in row_blocks(matrix, LARGE_BLOCK):
             shape = end - start, matrix.n_columns
-            some = Int8Matrix(shape, buffer.memory(shape[0] * shape[1] // 2).view(torch.int8))
+            some = Int8Matrix(shape, buffer.memory(shape[0] * shape[1], torch.int8))
             step = max(1, BLOCK_NUMBERS // matrix.n_columns)
             for first in range(start, end, step):
                 some.fill(first - start, matrix.rows(first, min(first + step, end)))
@@ -347,41 +350,32 @@ def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
     n_numbers = shape[0] * shape[1]
     if has_4_bits(kind, shape):
         return n_numbers * 5 // 8
-    return n_numbers + (4 if n_numbers >= LARGE else 2) * shape[0]
+    return n_numbers + (4 if is_large(n_numbers) else 2) * shape[0]
+
+
+def is_large(n_numbers: int) -> bool:
+    """Whether a matrix in 8 bits is packed as `LargeInt8Matrix`."""
+    return n_numbers >= LARGE and large_kernel_works()
 
 
 @cache
 def kernels_work() -> bool:
     """Whether the kernels of this PyTorch give the products of unpacked weights; logs if not.
 
-    Only where the processor multiplies bfloat16 itself: elsewhere unpacked weights are in float32.
+    They are there for AVX2 and AVX-512. On other processors PyTorch multiplies number by number.
     """
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        _log.warning("weights are unpacked: this processor does not multiply bfloat16")
-        return False
-    random = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (144, 64), generator=random)
-    scale = torch.rand(144, 2, generator=random).bfloat16().float()
-    offset = torch.randn(144, 2, generator=random).bfloat16().float()
-    exact = codes * scale.repeat_interleave(32, 1) + offset.repeat_interleave(32, 1)
     try:
-        with torch.no_grad():
-            in_4_bits, in_8_bits = Int4Matrix((144, 64)), Int8Matrix((144, 64))
-            large = LargeInt8Matrix((144, 64))
-            for first, last in ((0, 128), (128, 144)):
-                rows = slice(first, last)
-                in_4_bits.fill(first, codes[rows], scale[rows], offset[rows])
-                in_8_bits.fill(first, exact[rows])
-                some = Int8Matrix((last - first, 64))
-                some.fill(0, exact[rows])
-                large.append(some)
-            for n_tokens in (1, MOST_TOKENS):
-                x = torch.randn(n_tokens, 64, generator=random).bfloat16()
-                expected = x.float() @ exact.t()
-                for matrix in (in_4_bits, in_8_bits, large):
-                    error = (matrix.product(x).float() - expected).norm() / expected.norm()
-                    if not error < 0.02:
-                        raise ValueError(f"a trial product differs by {float(error):.2g}")
+        trial = _Trial()
+        in_4_bits, in_8_bits = Int4Matrix(trial.shape), Int8Matrix(trial.shape)
+        for first, last in row_blocks(trial, trial.n_columns * 128):
+            rows = slice(first, last)
+            in_4_bits.fill(first, trial.codes[rows], trial.scale[rows], trial.offset[rows])
+            in_8_bits.fill(first, trial.rows(first, last))
+        for matrix in (in_4_bits, in_8_bits):
+            if not (error := trial.error_of(matrix)) < 0.02:
+                raise ValueError(f"a trial product differs by {error:.2g}")
+            if (slower := trial.slower_by(matrix)) > 4:  # 25 to 50 where there is no kernel
+                raise ValueError(f"a trial product takes {slower:.0f} times as long as unpacked")
     except (AttributeError, RuntimeError, ValueError, TypeError) as error:  # no such operator
         _log.warning(
             "weights are unpacked: PyTorch %s has no products of packed weights here (%s)",
@@ -389,6 +383,61 @@ def kernels_work() -> bool:
         )  # fmt: skip
         return False
     return True
+
+
+@cache
+def large_kernel_works() -> bool:
+    """Whether oneDNN's int8 kernels are exact: without VNNI instructions their sums overflow."""
+    try:
+        trial = _Trial()
+        rows, large = Int8Matrix(trial.shape), LargeInt8Matrix(trial.shape)
+        rows.fill(0, trial.rows(0, trial.n_rows))
+        large.append(rows)
+        return trial.error_of(large) < 0.02
+    except (AttributeError, RuntimeError, ValueError, TypeError):
+        return False
+
+
+class _Trial:
+    """Weights that 4 bits hold exactly, to try the kernels with."""
+
+    def __init__(self) -> None:
+        self.n_rows, self.n_columns = self.shape = 1040, 512
+        random = torch.Generator().manual_seed(0)
+        self.codes = torch.randint(0, 16, self.shape, generator=random)
+        n_groups = self.n_columns // _GROUP
+        self.scale = torch.rand(self.n_rows, n_groups, generator=random).bfloat16().float()
+        self.offset = torch.randn(self.n_rows, n_groups, generator=random).bfloat16().float()
+        self._x = torch.randn(MOST_TOKENS, self.n_columns, generator=random).bfloat16()
+
+    def rows(self, first: int, last: int) -> Tensor:
+        scale, offset = (side[first:last, :, None] for side in (self.scale, self.offset))
+        grouped = self.codes[first:last].view(last - first, -1, _GROUP) * scale + offset
+        return grouped.view(last - first, -1)
+
+    @torch.inference_mode()
+    def error_of(self, packed: Packed) -> float:
+        """Largest relative error of products with 1 and `MOST_TOKENS` tokens; may be NaN."""
+        errors = []
+        for x in (self._x[:1], self._x):
+            expected = x.float() @ self.rows(0, self.n_rows).t()
+            errors.append((packed.product(x).float() - expected).norm() / expected.norm())
+        return float(torch.stack(errors).max())
+
+    @torch.inference_mode()
+    def slower_by(self, packed: Packed) -> float:
+        """Seconds of a product over those of float32 weights."""
+        x, weight = self._x.float(), self.rows(0, self.n_rows)
+
+        def seconds(product: Callable[[], Tensor]) -> float:
+            taken = []
+            for _ in range(5):
+                began = perf_counter()
+                product()
+                taken.append(perf_counter() - began)
+            return min(taken)
+
+        return seconds(lambda: packed.product(self._x)) / seconds(lambda: F.linear(x, weight))
 
 
 # -- modules -----------------------------------------------------------------------------------
@@ -416,16 +465,17 @@ class Buffer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values = torch.empty(0, dtype=torch.bfloat16)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def __deepcopy__(self, memo: object) -> Buffer:
         return Buffer()
 
-    def memory(self, n_numbers: int) -> Tensor:
-        """(n_numbers,) bfloat16, any numbers."""
-        if self._values.numel() < n_numbers:
-            self._values = torch.empty(n_numbers, dtype=torch.bfloat16)
-        return self._values[:n_numbers]
+    def memory(self, n_numbers: int, dtype: torch.dtype) -> Tensor:
+        """(n_numbers,) any numbers."""
+        n_bytes = n_numbers * dtype.itemsize
+        if self._bytes.numel() < n_bytes:
+            self._bytes = torch.empty(n_bytes, dtype=torch.uint8)
+        return self._bytes[:n_bytes].view(dtype)
 
     def product(self, x: Tensor, matrix: Exact, bias: Tensor | None) -> Tensor:
         """The exact linear layer; of a large one, blocks of rows are unpacked."""
@@ -434,7 +484,8 @@ class Buffer:
         products = []
         with self._lock:
             for first, last in [(0, matrix.n_rows)] if is_whole else row_blocks(matrix):
-                weight = self.memory((last - first) * matrix.n_columns).view(-1, matrix.n_columns)
+                shape = last - first, matrix.n_columns
+                weight = self.memory(shape[0] * shape[1], x.dtype).view(shape)
                 unpack(matrix, first, last, weight)
                 some = None if bias is None else bias[first:last]
                 products.append(F.linear(x, weight, some))
@@ -484,7 +535,7 @@ class PackedLinear(nn.Linear):
         return self._packed_from == self._stamp()
 
     def packed_product(self, x: Tensor) -> Tensor:
-        """(n, in_features) bfloat16 -> (n, out_features)."""
+        """(n, in_features) -> (n, out_features)."""
         product = self.packed.product(x)
         return product if self.bias is None else product.add_(self.bias)
 
@@ -509,7 +560,7 @@ class JoinedLinears:
         self._whole = wholes.pop() if len(wholes) == 1 else None
 
     def product(self, x: Tensor) -> Tensor:
-        """(n, in_features) bfloat16 -> (n, sum of their out_features)."""
+        """(n, in_features) -> (n, sum of their out_features)."""
         if self._whole is None:
             return torch.cat([linear.packed_product(x) for linear in self._linears], 1)
         product: Tensor = self._whole.product(x)
@@ -523,16 +574,16 @@ class PackedEmbedding(nn.Module):
     weight: (0, columns), with the type and device of the rows.
     """
 
-    def __init__(self, exact: FileMatrix) -> None:
+    def __init__(self, exact: FileMatrix, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm_type = 2.0  # as a plain one has it, so that the model's digest is the same
         self.exact = exact
-        self.weight = torch.empty(0, exact.n_columns, dtype=torch.bfloat16)
+        self.weight = torch.empty(0, exact.n_columns, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(...) token ids -> (..., columns)."""
         found, where = torch.unique(ids, return_inverse=True)
-        return self.exact.rows_at(found.tolist()).bfloat16()[where]
+        return self.exact.rows_at(found.tolist()).to(self.weight.dtype)[where]
 
 
 def unpacked_of(module: nn.Module) -> Iterator[tuple[str, Exact]]:
