@@ -108,9 +108,8 @@ class Judged:
             ref = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
             if first.may_be_exact:
                 beginnings = Beginnings(self.engine.chunks, self.engine.scheduler)
-                compute = partial(beginnings.compute, ref, head, lambda: None)
-                if (cache := self.engine.scheduler.run(compute)) is not None:
-                    self.engine.store.put(cache)
+                make = partial(beginnings.make, ref, head, resolved.since, lambda: None)
+                self.engine.scheduler.run(make)
 
     def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
         """A row for each candidate, the first being full prefill."""

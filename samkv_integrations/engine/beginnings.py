@@ -53,11 +53,11 @@ class Beginnings:
 
         def make(check: Callable[[], None]) -> None:
             if (beginnings := mine()) is not None:
-                beginnings._make(chunk, head, resolved.since, check)
+                beginnings.make(chunk, head, resolved.since, check)
 
         self._scheduler.run_when_idle(make)
 
-    def _make(
+    def make(
         self, chunk: ChunkRef, head: tuple[int, ...], since: int, check: Callable[[], None]
     ) -> None:
         """Compute and store the cache of a chunk behind the token ids ``head``, unless it exists.

@@ -300,7 +300,7 @@ def prefill(
                 # as many queries as keys, so that causal attention needs no mask
                 padded = pad(own, (0, 0, n_prefix, 0))
                 whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
-                attended.copy_(whole[:, :, n_prefix:])
+                attended[:] = whole[:, :, n_prefix:]
             if len(own) > 1:
                 output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
             alpha[layer, group.of_pass] = group.flatten(found.alpha)
