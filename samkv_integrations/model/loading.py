@@ -413,7 +413,8 @@ def bfloat16_is_fast(device: torch.device) -> bool:
 
 @cache
 def _bfloat16_wins() -> bool:
-    seconds = {}
+    seconds, n_threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine threads wait for each other
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
             rows, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
@@ -423,6 +424,7 @@ def _bfloat16_wins() -> bool:
                 torch.nn.functional.linear(rows, weight)
                 taken.append(perf_counter() - began)
             seconds[dtype] = min(taken)
+    torch.set_num_threads(n_threads)
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
