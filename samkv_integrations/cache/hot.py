@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -73,7 +73,7 @@ class HotChunks:
         self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
         # the most recently used one last; the file, which is closed, tells whether it is current
         self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache]] = OrderedDict()
-        self._coming: dict[Place, Future[None]] = {}
+        self._coming: dict[tuple[int, Place], Future[None]] = {}  # by process: a fork has none
         self._seen_deletion: int | None = None
         self._lock = threading.Lock()
         HotChunks._all.add(self)
@@ -86,9 +86,10 @@ class HotChunks:
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        """As `Store.open`, which is asked for what is not held; waits for what `warm` reads."""
+        """As `Store.open`, which is asked for what is not held; waits while `warm` reads it."""
         place = (fingerprint.digest, key)
-        if (coming := self._coming.get(place)) is not None:
+        coming = self._coming.get((os.getpid(), place))
+        if coming is not None and not coming.cancel():  # what has not begun is read here
             wait([coming])
         found = self._held.get(place)
         if found is not None and not found[0].is_current():
@@ -113,8 +114,8 @@ class HotChunks:
         Those that do not fit into ``max_bytes`` together are left to the question, as are chunks
         that have no intact file.
         """
-        free = self.max_bytes
-        with self._lock:
+        free, pid = self.max_bytes, os.getpid()
+        with self._lock, suppress(RuntimeError):  # no more threads can be started
             for chunk in chunks if free else ():
                 place = (fingerprint.digest, chunk.key)
                 free -= FileLayout(
@@ -125,18 +126,19 @@ class HotChunks:
                     break
                 if place in self._held:
                     self._held.move_to_end(place)
-                elif place not in self._coming:
-                    self._coming[place] = Future()
-                    readers(os.getpid(), "warm").submit(self._read, place, fingerprint)
+                elif (pid, place) not in self._coming:
+                    coming = readers(pid, "warm").submit(self._read, place, fingerprint)
+                    self._coming[pid, place] = coming
+                    coming.add_done_callback(partial(self._has_come, pid, place))
+
+    def _has_come(self, pid: int, place: Place, _: Future[None]) -> None:
+        self._coming.pop((pid, place), None)
 
     def _read(self, place: Place, fingerprint: Fingerprint) -> None:
-        try:
-            with suppress(CacheMiss), self._store.open(place[1], fingerprint) as stored:
-                if (entries := self.room_for(stored)) is not None:
-                    stored.read_layers(0, [*entries])
-                    self.keep(stored, entries)
-        finally:
-            self._coming.pop(place).set_result(None)
+        with suppress(CacheMiss), self._store.open(place[1], fingerprint) as stored:
+            if (entries := self.room_for(stored)) is not None:
+                stored.read_layers(0, [*entries])
+                self.keep(stored, entries)
 
     def room_for(self, stored: StoredChunk) -> Tensor | None:
         """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""

@@ -49,11 +49,12 @@ class Beginnings:
         if not is_known:
             return
         chunk = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
+        since = resolved.since  # of which else the work would hold the caches
         mine = weakref.ref(self)  # nothing is computed for an engine that was dropped
 
         def make(check: Callable[[], None]) -> None:
             if (beginnings := mine()) is not None:
-                beginnings.make(chunk, head, resolved.since, check)
+                beginnings.make(chunk, head, since, check)
 
         self._scheduler.run_when_idle(make)
 

@@ -12,9 +12,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Strict, TypeAdapter, ValidationError
 
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.files.folder import read_small, write_file
@@ -56,8 +57,8 @@ class TunedSetting:
     model: str = ""
     set: tuple[str, ...] = ()
     eviction: str = NO_EVICTION
-    eviction_budget: float | None = None
-    store_bits: int = DEFAULT_STORE_BITS
+    eviction_budget: Annotated[float | None, Strict()] = None
+    store_bits: Annotated[int, Strict()] = DEFAULT_STORE_BITS
     measured: Mapping[str, Scalar] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class TunedSetting:
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    models: dict[str, TunedSetting] = {}
+    models: dict[str, dict[str, Any]] = {}
 
 
 def choices_of(
@@ -128,9 +129,14 @@ def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
 
     Raises InvalidOption, with file, key and what is allowed, if it is broken.
     """
-    file = Path(folder) / TUNED_FILE
+    file, where = Path(folder) / TUNED_FILE, ""
+    entries = dict[str, TunedSetting]()
     try:
         found = _File.model_validate(tomllib.loads(read_small(file).decode("utf-8-sig")))
+        for name, table in found.models.items():
+            where = f"models.{name}: "
+            entry = TypeAdapter(TunedSetting).validate_python(table)
+            entries[name] = replace(entry, model=name)
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
@@ -140,14 +146,15 @@ def read_tuned(folder: str | os.PathLike[str]) -> dict[str, TunedSetting]:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             known = ", ".join(each.name for each in fields(TunedSetting) if each.name != "model")
+            value = "" if first["type"] == "missing" else f"={first['input']!r:.80}"
             why = (
-                f"{'.'.join(map(str, first['loc']))}={first['input']!r:.80}: {first['msg']}; the "
-                f'file holds tables [models."NAME"], whose keys are {known}'
+                f"{'.'.join(map(str, first['loc']))}{value}: {first['msg']}; the file holds tables "
+                f'[models."NAME"], whose keys are {known}'
             )
         raise InvalidOption(
-            f"{file}: {why}; mend or delete it; without it, 'samkv tune' writes a new one"
+            f"{file}: {where}{why}; mend or delete it; without it, 'samkv tune' writes a new one"
         ) from error
-    return {name: replace(entry, model=name) for name, entry in found.models.items()}
+    return entries
 
 
 def write_tuned(folder: str | os.PathLike[str], setting: TunedSetting) -> Path:

@@ -287,12 +287,12 @@ class Part:
     """Some rows of a matrix into which several were joined."""
 
     def __init__(self, whole: Packed, first: int, n_rows: int) -> None:
-        self.whole, self._rows = whole, slice(first, first + n_rows)
+        self.whole, self.first = whole, first
         self.n_rows, self.n_columns = n_rows, whole.n_columns
 
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 or float32 -> (n, n_rows)."""
-        return self.whole.product(x)[:, self._rows].contiguous()
+        return self.whole.product(x)[:, self.first : self.first + self.n_rows].contiguous()
 
 
 def pack(matrices: Sequence[FileMatrix], buffer: Buffer) -> list[Packed | Part]:
@@ -537,8 +537,11 @@ class JoinedLinears:
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self._linears = linears
-        wholes = {each.packed.whole for each in linears if isinstance(each.packed, Part)}
-        self._whole = wholes.pop() if len(wholes) == 1 else None
+        self._whole: Packed | None = None
+        parts = [each.packed for each in linears if isinstance(each.packed, Part)]
+        if len(parts) == len(linears) and len({id(part.whole) for part in parts}) == 1:
+            assert parts == sorted(parts, key=lambda part: part.first)
+            self._whole = parts[0].whole
 
     def product(self, x: Tensor) -> Tensor:
         """(n, in_features) -> (n, sum of their out_features)."""

@@ -54,8 +54,8 @@ class Question(Samkv):
 
     collection: optional if the key may ask only one. top_k: chunks to retrieve. max_tokens: most
     tokens of the answer; None for the server's limit, or less if the context window is smaller.
-    chat: whether to use the model's chat template; None
-    for yes if it has one, except for the built-in model.
+    chat: whether to use the model's chat template; None for yes if it has one, except for the
+    built-in model.
     """
 
     model_config = ConfigDict(

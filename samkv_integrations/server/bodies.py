@@ -309,7 +309,9 @@ class AskedInChat(Asked):
     @model_validator(mode="after")
     def _check_length(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise PydanticCustomError("length", "max_tokens is given under two names; give one")
+            raise PydanticCustomError(
+                "length", "max_tokens and max_completion_tokens are the same; give one"
+            )
         return self
 
     @property

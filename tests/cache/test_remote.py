@@ -651,7 +651,7 @@ def test_what_could_not_be_sent_is_pushed_later(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "samkv_integrations.cache.remote.objects.written",
-            lambda *_: (_ for _ in ()).throw(ConnectionError()),
+            lambda *_, **__: (_ for _ in ()).throw(ConnectionError()),
         )
         sent, unsent, gone = fill(store, 3)
     assert len(files_of(folder)) == 1

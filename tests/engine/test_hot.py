@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,21 @@ def test_memory_of_what_others_deleted_is_freed_by_any_question(hot: Engine) -> 
     delete_elsewhere(hot)
     hot.generate("Hello", max_new_tokens=1)
     assert hot.chunks.hot.n_bytes == 0
+
+
+def test_an_announcement_survives_that_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(tmp_path / "kv")
+    engine.cache_chunks(CHUNKS)
+
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", submit)
+        engine.announce(CHUNKS)
+    assert reused(engine) == len(CHUNKS)
 
 
 def test_a_deletion_while_a_question_reads_is_final(

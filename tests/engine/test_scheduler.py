@@ -476,7 +476,7 @@ async def test_threads_of_many_owners_end() -> None:
 
 def test_time_runs_out_between_pieces(talking: Engine, steps: Steps) -> None:
     steps.hold()
-    stream = talking.stream(ENDLESS, max_new_tokens=40, timeout=0.2)
+    stream = talking.stream(ENDLESS, max_new_tokens=40, timeout=1)
     with pytest.raises(TimedOut):
         list(stream)
     steps.release()

@@ -19,6 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from samkv_integrations import Engine, MemoryStore
+from samkv_integrations.engine.doctor import examine
 from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.model import loading, packed_weights
 from samkv_integrations.model.gguf_file import GgufFile
@@ -221,6 +222,11 @@ class TestModels:
             model.hf.model.layers[1].mlp.up_proj.weight.mul_(2)
         model.identity.look()
         assert torch.equal(decoded(), model.hf(ids).logits)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_doctor_finds_no_fault(self, dtype: str, llama: Path) -> None:
+        checks = list(examine(load(llama, weights="packed", dtype=dtype)))
+        assert [check for check in checks if not check.ok] == []
 
     def test_files_without_packed_weights(self, tmp_path: Path) -> None:
         path = write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"), kind=Kind.BF16)

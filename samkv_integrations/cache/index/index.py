@@ -69,7 +69,8 @@ CREATE TABLE counts(
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
 """
 
-# Digests of the fingerprints of a namespace's beginnings. All states are named for `chunks_of`.
+# Digests of the fingerprints of a namespace's beginnings. It names all states, so that SQLite uses
+# the index chunks_of.
 _BEGINNINGS = f"""
 SELECT digest FROM fingerprints AS made_by WHERE fields LIKE '%"prefix": "{BEHIND}%' AND EXISTS (
   SELECT 1 FROM chunks WHERE namespace = ?1 AND state IN (0, 1, 2) AND digest = made_by.digest)
