@@ -12,7 +12,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import Answering, Asking, Index, words
-from samkv_integrations.engine.options import OwnAnswerOptions, OwnEngineOptions
+from samkv_integrations.engine.options import OwnAnswerOptions, OwnEngineOptions, check_options
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.formatting import Row, percent, visible
 
@@ -40,6 +40,7 @@ def ask(
             f"--method {answering.method} and --compare {compare}; give one, as --compare names "
             "all methods"
         )
+    check_options(OwnAnswerOptions, of_answers)
     collection = index.collection(asking.collection)  # raises if there is no database
     methods, rule = answering.methods(words(compare)), answering.rule
     link = index.link(collection, **options)

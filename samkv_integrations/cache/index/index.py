@@ -69,11 +69,12 @@ CREATE TABLE counts(
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
 """
 
-# Digests of the fingerprints of a namespace's beginnings. It names all states, so that SQLite uses
-# the index chunks_of.
+_ANY_STATE = f"state IN ({PRESENT}, {EVICTED}, {LOST})"  # so that SQLite uses `chunks_of`
+
+# Digests of the fingerprints of a namespace's beginnings.
 _BEGINNINGS = f"""
 SELECT digest FROM fingerprints AS made_by WHERE fields LIKE '%"prefix": "{BEHIND}%' AND EXISTS (
-  SELECT 1 FROM chunks WHERE namespace = ?1 AND state IN (0, 1, 2) AND digest = made_by.digest)
+  SELECT 1 FROM chunks WHERE namespace = ?1 AND {_ANY_STATE} AND digest = made_by.digest)
 """
 
 
@@ -318,7 +319,7 @@ class Index(Database):
         """Delete the beginnings behind all heads but those used last; how many there were."""
         heads = self.rows(
             f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE namespace = ?1 AND "
-            f"state IN (0, 1, 2) AND digest IN ({_BEGINNINGS}) "
+            f"{_ANY_STATE} AND digest IN ({_BEGINNINGS}) "
             f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", namespace,
         )  # fmt: skip
         for digest, _ in heads:
