@@ -131,6 +131,11 @@ class HotChunks:
                     self._coming[pid, place] = coming
                     coming.add_done_callback(partial(self._has_come, pid, place))
 
+    @property
+    def is_warming(self) -> bool:
+        """Whether something that `warm` was given is still to be read."""
+        return bool(self._coming)
+
     def _has_come(self, pid: int, place: Place, _: Future[None]) -> None:
         self._coming.pop((pid, place), None)
 

@@ -40,8 +40,8 @@ def ask(
             f"--method {answering.method} and --compare {compare}; give one, as --compare names "
             "all methods"
         )
-    check_options(OwnAnswerOptions, of_answers)
     collection = index.collection(asking.collection)  # raises if there is no database
+    check_options(OwnAnswerOptions, of_answers)
     methods, rule = answering.methods(words(compare)), answering.rule
     link = index.link(collection, **options)
     engine, most = link.engine, asking.max_new_tokens

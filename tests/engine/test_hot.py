@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,14 @@ def hot(tmp_path: Path) -> Engine:
 def reused(engine: Engine, prompt: str = PROMPT, **options: Any) -> int:
     options = {"max_new_tokens": 1, "on_miss": "text"} | options
     return engine.generate(prompt, CHUNKS, **options).report.reused
+
+
+def announce(engine: Engine, texts: Sequence[str]) -> None:
+    """Announce chunks, and wait until they are read; a question reads what has not begun."""
+    engine.announce(texts)
+    ends = time.monotonic() + 60
+    while engine.chunks.hot.is_warming and time.monotonic() < ends:
+        time.sleep(0.001)
 
 
 @cache
@@ -119,7 +127,7 @@ def test_a_question_reads_nothing_of_what_was_announced(
     monkeypatch.setattr(ChunkFile, "read_layers", lambda *args: (time.sleep(0.1), read(*args)))
     expected = cold.logits(TWICE, CHUNKS, method="epic", follow=FOLLOW)
     for engine in (cold, warm):
-        engine.announce([*CHUNKS, "a chunk that nobody has cached"])
+        announce(engine, [*CHUNKS, "a chunk that nobody has cached"])
         report = engine.generate(TWICE, CHUNKS, method="epic", max_new_tokens=1).report
         assert report.reused >= len(CHUNKS) and (report.bytes_read == 0) == (engine is warm)
     checked.clear()
@@ -128,7 +136,7 @@ def test_a_question_reads_nothing_of_what_was_announced(
     file = cold.store.file(cold.key_of(CHUNKS[0]), cold.fingerprint.digest)  # type: ignore[attr-defined]
     file.write_bytes(file.read_bytes()[:-9])
     again = engine_on(tmp_path)
-    again.announce(CHUNKS)
+    announce(again, CHUNKS)
     report = again.generate(PROMPT, CHUNKS, max_new_tokens=1, on_miss="text").report
     assert report.chunk_misses == {"corrupt": 1} and report.bytes_read == 0
 
@@ -142,9 +150,9 @@ def test_an_announcement_evicts_none_of_its_own_chunks(tmp_path: Path) -> None:
     def read(text: str) -> int:
         return small.generate(text, [text], max_new_tokens=1).report.bytes_read
 
-    small.announce(CHUNKS)
+    announce(small, CHUNKS)
     assert read(CHUNKS[0]) == 0
-    small.announce([CHUNKS[0], *CHUNKS[2:]])
+    announce(small, [CHUNKS[0], *CHUNKS[2:]])
     assert read(CHUNKS[0]) == 0 and small.chunks.hot.n_bytes <= small.chunks.hot.max_bytes
 
 
@@ -188,15 +196,20 @@ def test_memory_of_what_others_deleted_is_freed_by_any_question(hot: Engine) -> 
     assert hot.chunks.hot.n_bytes == 0
 
 
-def test_an_announcement_survives_that_no_thread_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def no_thread_starts(*_: object) -> Future[None]:
+    raise RuntimeError("can't start new thread")
+
+
+def threads_are_busy(*_: object) -> Future[None]:
+    return Future()
+
+
+@pytest.mark.parametrize("submit", [no_thread_starts, threads_are_busy])
+def test_a_question_waits_for_no_thread_that_has_not_begun(
+    submit: Callable[..., Future[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_on(tmp_path / "kv")
     engine.cache_chunks(CHUNKS)
-
-    def submit(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
         patch.setattr(ThreadPoolExecutor, "submit", submit)
         engine.announce(CHUNKS)
