@@ -30,6 +30,7 @@ from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.laws.test_device import DEVICE, OnThisThread
 from tests.support import beginnings
+from tests.support.asking import announce
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -58,14 +59,6 @@ def hot(tmp_path: Path) -> Engine:
 def reused(engine: Engine, prompt: str = PROMPT, **options: Any) -> int:
     options = {"max_new_tokens": 1, "on_miss": "text"} | options
     return engine.generate(prompt, CHUNKS, **options).report.reused
-
-
-def announce(engine: Engine, texts: Sequence[str]) -> None:
-    """Announce chunks, and wait until they are read; a question reads what has not begun."""
-    engine.announce(texts)
-    ends = time.monotonic() + 60
-    while engine.chunks.hot.is_warming and time.monotonic() < ends:
-        time.sleep(0.001)
 
 
 @cache

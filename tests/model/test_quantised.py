@@ -20,6 +20,7 @@ from samkv_integrations.errors import ChunkNotCached, InvalidOption, Unsupported
 from samkv_integrations.model.decode_layer import is_plain
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model
+from tests.support.asking import announce
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits, plain_logits
 from tests.support.models import byte_tokenizer, hf_model
 
@@ -209,7 +210,7 @@ def test_caches_are_found_by_another_load_and_hot_once_announced(
     Engine(loaded(folder, kind), ChunkStore(tmp_path), **options).cache_chunks(CHUNKS)
     engine = Engine(loaded(folder, kind), ChunkStore(tmp_path), **options)
     cold = engine.logits(PROMPT, CHUNKS)
-    engine.announce(CHUNKS)
+    announce(engine, CHUNKS)
     report = engine.generate(PROMPT, CHUNKS, max_new_tokens=1, on_miss="error").report
     assert (report.reused, report.bytes_read) == (len(CHUNKS), 0)
     assert torch.equal(engine.logits(PROMPT, CHUNKS), cold)

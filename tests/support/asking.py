@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,3 +121,11 @@ def ask(
     with mock.patch.object(first_token_module, "plan_pass", noted):
         first_token_by(call, engine, prompt, chunks, method, eviction=eviction, capacity=capacity)
     return Asked(engine=engine, first=made[0], planned=tuple(planned))
+
+
+def announce(engine: Engine, texts: Sequence[str]) -> None:
+    """Announce chunks, and wait until they are read; a question reads what has not begun."""
+    engine.announce(texts)
+    ends = time.monotonic() + 60
+    while engine.chunks.hot.is_warming and time.monotonic() < ends:
+        time.sleep(0.001)
