@@ -23,7 +23,7 @@ from samkv_integrations.cli.ask import show
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.inspection import Inspection, inspect
 
-METHOD = "epic"  # which the default runs, unless full prefill is faster
+METHOD = "epic"
 WIDTH = 900
 
 

@@ -61,10 +61,10 @@ LEAST_RIGHT = 0.1
 _CANDIDATES: Sequence[Mapping[str, Any]] = (
     {"method": "reuse"},
     {"method": "reuse", "eviction": "quest", "eviction_budget": 0.1},
-    # `auto` is `epic`, with full prefill where that is faster
+    {"method": "epic"},
+    # `auto` is `samkv-guided`, with full prefill where that is faster
     {"method": "auto", "eviction": "quest", "eviction_budget": 0.1},
     {"method": "auto"},
-    {"method": "samkv-guided"},
     {"method": "auto", "set": ("recompute.first=48",)},
 )
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
 COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
-"""What answers every question: full prefill, caches as they are, the default (`epic`, or full
-prefill where that is faster), and the default again, once there are exact beginnings."""
+"""What answers every question: full prefill, caches as they are, the default, and the default once
+more when there are exact beginnings."""
 
 SMOLLM2 = "smollm2"
 

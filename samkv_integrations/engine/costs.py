@@ -101,7 +101,7 @@ def is_whole(
     tokens, for a pass over caches. n_whole, n_blended: first tokens that the prefix cache holds,
     for full prefill and for a pass over caches.
     """
-    if layout.n_context <= method.recompute.whole_tokens:
+    if not layout.n_context:
         return True
     if costs is None:
         return False

@@ -11,8 +11,8 @@ from samkv_integrations.methods.ape import APE
 from samkv_integrations.methods.base import Method
 from samkv_integrations.methods.baselines import RECOMPUTE, REUSE, REUSE_LOCAL
 from samkv_integrations.methods.cacheblend import CACHEBLEND
-from samkv_integrations.methods.epic import AUTO, EPIC
-from samkv_integrations.methods.guided import SAMKV_GUIDED
+from samkv_integrations.methods.epic import EPIC
+from samkv_integrations.methods.guided import AUTO, SAMKV_GUIDED
 from samkv_integrations.methods.multi_infllm import MULTI_INFLLM
 from samkv_integrations.methods.samkv import SAMKV_FUSION, SAMKV_OVERWRITE
 

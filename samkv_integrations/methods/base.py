@@ -136,7 +136,6 @@ class Recompute(ABC):
     uses_caches: whether any stored entry is ever used.
     check_layer: the layer where `choose_after` decides on all later layers; None if `choose`
         decides on every layer before the pass.
-    whole_tokens: prompts with at most this many context tokens are computed in full.
     """
 
     uses_caches: ClassVar[bool] = True
@@ -148,10 +147,6 @@ class Recompute(ABC):
     @property
     def check_layer(self) -> int | None:
         return None
-
-    @property
-    def whole_tokens(self) -> int:
-        return 0
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
         """An upper bound of the recomputed share of the context, for ``whole_if_faster``."""

@@ -5,7 +5,7 @@ Hu et al.: EPIC, Efficient Position-Independent Caching for Serving Large Langua
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -51,11 +51,3 @@ EPIC = Method(
     summary="everything kept; the first 16 tokens of each chunk recomputed",
     recompute=EpicRecompute(),
 )
-AUTO = replace(
-    EPIC, name="auto", else_way="epic", whole_if_faster=True,
-    summary="epic, or full prefill where that is faster",
-)  # fmt: skip
-"""The default: `epic`, or full prefill where that is not slower.
-
-The reason is measured: docs/results/right_answers.md.
-"""

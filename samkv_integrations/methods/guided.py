@@ -1,13 +1,13 @@
-"""Recomputes first tokens of chunks, and what the question asks about.
+"""The default: recomputes first tokens of chunks, and what shares rare tokens with the question.
 
-Ours. From EPIC (arXiv 2410.15332): the first tokens of a chunk are recomputed. What shares rare
-tokens with the question is found as BM25 would, without a pass of the model.
+Ours. From EPIC (arXiv 2410.15332): the first tokens of a chunk are recomputed. What the question
+names is found as BM25 would, without a pass of the model.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,21 +31,14 @@ class GuidedRecompute(Recompute):
     first: first tokens of each chunk; their cached entries see the wrong preceding text.
     matched: limit of further tokens, in the whole prompt, in segments that share tokens with the
         question; at most a sixth of the context.
-    small_context: prompts with at most this many context tokens are computed in full, which takes
-        no longer.
     """
 
-    first: int = 16
+    first: int = 8
     matched: int = 96
-    small_context: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("first", "matched", "small_context"):
-            check_count(name, getattr(self, name))
-
-    @property
-    def whole_tokens(self) -> int:
-        return self.small_context
+        check_count("first", self.first)
+        check_count("matched", self.matched)
 
     def _most_matched(self, n_context: int) -> int:
         return min(self.matched, n_context // MOST_MATCHED)
@@ -96,6 +89,12 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
 
 SAMKV_GUIDED = Method(
     name="samkv-guided", paper="ours, after arXiv 2410.15332",
-    summary="everything kept; recomputed: first tokens, and what the question names",
+    summary="everything kept; recomputed: the first 8 tokens of each chunk, and segments that "
+    "share rare tokens with the question",
     recompute=GuidedRecompute(),
 )  # fmt: skip
+AUTO = replace(
+    SAMKV_GUIDED, name="auto", else_way="samkv-guided", whole_if_faster=True,
+    summary="samkv-guided, or full prefill where that is faster",
+)  # fmt: skip
+"""The default. The reason is measured: docs/results/right_answers.md."""

@@ -31,7 +31,7 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
     assert re.search(rf"^recompute +{RECORDS[0].workers} +100 %", beside, re.M)
     assert re.search(r"^auto-again +\S.* \d+\.\d\d$", beside, re.M)
     assert [*right_by_method(shown)] == [*COMPARED]
-    assert f"\nauto: epic for {len(RECORDS)} of {len(RECORDS)}.\n" in shown
+    assert f"\nauto: samkv-guided for {len(RECORDS)} of {len(RECORDS)}.\n" in shown
     assert int(right_by_method(shown)["recompute"][0]) >= 5
     assert "also 0 whose gold answer stands in no retrieved chunk" in shown
     assert "nonsense with every method, full prefill included" in " ".join(shown.split())
@@ -59,7 +59,7 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
             assert row["right"] == (gold in re.findall(r"\w+", row["answer"]))
             assert row["can_be_copied"] == (row["question"] not in gone)
     again = [row for row in rows if row["method"] == "auto-again"]  # with an exact beginning
-    assert {row["ran"] for row in again} == {"epic"}
+    assert {row["ran"] for row in again} == {"samkv-guided"}
     assert all(row["exact_tokens"] > 0 for row in again)
     answers = {row["answer"] for row in rows if row["question"] == RECORDS[1].question}
     assert "7391" in answers

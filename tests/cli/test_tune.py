@@ -44,7 +44,7 @@ def test_tune_counts_right_answers_and_writes_a_setting_that_ask_takes(town: Pat
     assert found["written"] == str(Path(".samkv/kv").resolve() / TUNED_FILE)
     assert found["recommended"] == setting.line
     assert setting.measured["collection"] == "town"
-    assert {row["label"] for row in found["rows"]} >= {"reuse", "samkv-guided", "auto"}
+    assert {row["label"] for row in found["rows"]} >= {"reuse", "epic", "auto"}
     for row in found["rows"]:
         assert row["low"] <= row["difference"] <= row["high"]
         assert row["right"] == row["full"] - row["lost"] + row["won"]

@@ -190,12 +190,11 @@ class Law:
         return f"{method.name} {method.recompute} {method.select} {name} is {self.equals}"
 
 
-ALL_FIRST = GuidedRecompute(first=10**6, small_context=0)
+ALL_FIRST = GuidedRecompute(first=10**6)
 LAWS = [
     Law(method=changed("samkv-guided", first=0, matched=0), equals="reuse"),
     Law(method=replace(METHODS["samkv-guided"], recompute=RecomputeNone()), equals="reuse"),
     Law(method=replace(METHODS["samkv-guided"], recompute=ALL_FIRST), equals="recompute"),
-    Law(method=changed("samkv-guided", small_context=10_000), equals="recompute"),
     Law(method=changed("epic", first=0), equals="reuse"),
     Law(method=changed("epic", first=10**6), equals="recompute"),
     Law(method=changed("cacheblend", ratio=1.0), equals="recompute"),

@@ -26,13 +26,11 @@ from samkv_integrations.methods.base import (
     Method,
     RecomputeNone,
     SelectAll,
-    Update,
-    overwrite,
 )
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import SamkvSelect, fuse
+from samkv_integrations.methods.samkv import SamkvSelect
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
 from tests.support.covering import covering
@@ -325,27 +323,6 @@ def test_a_prompt_of_one_exact_chunk_reads_and_computes_no_more_than_reuse(
         assert query.report.bytes_read == reuse.report.bytes_read
     else:  # some blocks, and what they are chosen by
         assert query.report.bytes_read < reuse.report.bytes_read
-
-
-@pytest.mark.parametrize("update", [overwrite, fuse])
-def test_guided_on_a_small_context_is_full_prefill(engine: Engine, update: Update) -> None:
-    chunks = [CHUNKS[1], CHUNKS[4]]  # 65 tokens
-    for prompt in ("Read:\n\n" + "\n\n".join(chunks) + "\n\nQuestion: why?", chunks[0] + "?"):
-        asked = [chunk for chunk in chunks if chunk in prompt]
-        for small, is_whole in ((65, True), (64, len(asked) == 1), (0, False)):
-            method = METHODS["samkv-guided"]
-            recompute = replace(method.recompute, small_context=small)
-            method = replace(method, recompute=recompute, update=update)
-            logits, query = first_logits(engine, prompt, asked, method)
-            report = query.report
-            if is_whole:
-                plain = plain_logits(engine.model, query.layout)
-                torch.testing.assert_close(logits, plain, **TOLERANCE)
-                exact = query.layout.exact[query.layout.chunk_of_token].sum()
-                computed = 1 - int(exact) / query.layout.n_context
-                assert report.recompute_ratio == pytest.approx(computed)
-            assert report.ran == ("recompute" if is_whole else "samkv-guided")
-            assert report.kept_ratio == 1
 
 
 SPARSE = {n: rule for n, rule in EVICTIONS.items() if isinstance(rule, SparseEviction)}

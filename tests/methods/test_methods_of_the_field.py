@@ -269,7 +269,6 @@ def test_ape_reads_its_shared_prefix_once() -> None:
         (GuidedRecompute, "matched", 10**30, "at most"),
         (GuidedRecompute, "first", None, "whole number"),
         (GuidedRecompute, "first", 1.5, "whole number"),
-        (GuidedRecompute, "small_context", -1, "0 or more"),
     ],
 )
 def test_bad_options_name_the_value_and_what_is_allowed(
@@ -340,7 +339,6 @@ recomputations = st.one_of(
         GuidedRecompute,
         first=st.integers(0, 5),
         matched=st.integers(0, 140),
-        small_context=st.integers(0, 30),
     ),
 )
 methods = st.builds(
@@ -360,8 +358,6 @@ methods = st.builds(
 def most_kept(method: Method, layout: Layout) -> float:
     """Tokens that the method may keep at a layer at most."""
     select, n_context = method.select, layout.n_context
-    if n_context <= method.recompute.whole_tokens:
-        return n_context
     lengths, anchors = [0] * layout.n_chunks, [0] * layout.n_chunks
     for n, chunk, is_anchor in zip(
         layout.block_lengths.tolist(), layout.block_chunk.tolist(), layout.is_anchor.tolist(),
