@@ -562,7 +562,7 @@ def test_pipeline(few: Library, chat: Library, name: str, way: str) -> None:
     with ExitStack() as exits:
         ask, in_full = (
             PIPELINES[name](Setting(library=library, way=way, method=method, exits=exits))
-            for method in ("samkv-guided", "recompute")
+            for method in ("epic", "recompute")
         )
         found = assert_answers_from_caches(library.questions, ask, in_full)
     if "ChatEngine" in name:
