@@ -189,7 +189,7 @@ def ingest(
         f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
         + (f", {n_repeated} repeated" if n_repeated else ""),
         f"{formatting.seconds(time.perf_counter() - began)}, of which "
-        f"{formatting.seconds(done.seconds)} to cache the chunks; "
+        f"{formatting.seconds(done.seconds)} for caches and records; "
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
     if done.n_released:
