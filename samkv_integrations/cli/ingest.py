@@ -120,7 +120,7 @@ class OnRay:
                 n_gpus=self.worker_gpus or 0.0, address=self.ray_address,
             )  # fmt: skip
         for name, value in vars(self).items():
-            if value:
+            if value is not None and name != "on_ray":
                 flag = f"--{name.replace('_', '-')} {value}"
                 raise InvalidOption(f"{flag} has no effect without --ray; give --ray too")
         return None

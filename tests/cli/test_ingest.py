@@ -273,6 +273,7 @@ def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -
         (["--model", "./nowhere"], "does not exist"),
         (["--chunk-size", "0"], "Invalid value for '--chunk-size'"),
         (["--chroma", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--worker-gpus", "0"], "--worker-gpus 0.0 has no effect without --ray"),
     ],
 )
 def test_what_is_refused(town: Path, given: list[str], says: str) -> None:
