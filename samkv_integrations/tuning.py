@@ -217,7 +217,7 @@ class Standing(Paired):
 class Result:
     """The standings of all settings on the choice, and of the best on held-out questions.
 
-    chosen: the first of these that is enough; None for full prefill. why: then the reason.
+    chosen: the fastest of these that is enough; None for full prefill. why: then the reason.
     """
 
     standings: Sequence[Standing]
@@ -273,9 +273,9 @@ class Run:
             if self._clock() < began + time_s:
                 checked = self._standings(tried, held_out, began + time_s)
             last, is_cut = checked, not checked or self._is_cut(checked, needed)
-        chosen = next(
-            (one for one in checked if one.questions >= needed and self.is_enough(one)), None
-        )
+        # not the best on the choice: a few questions there may be chance, and time is not
+        enough = [one for one in checked if one.questions >= needed and self.is_enough(one)]
+        chosen = min(enough, key=self._rank, default=None)
         longest = max(last, key=lambda each: each.questions, default=None)
         if chosen is not None:
             why = ""

@@ -140,7 +140,7 @@ class ChromaLink:
         return IngestResult(
             n_records=len(ids),
             n_cached=len(missed),
-            n_hit=len(refs) - len(missed or missing),
+            n_hit=len(refs) - len(missing),
             n_evicted=self._n_evicted(made),
             n_released=n_released,
             seconds=time.perf_counter() - began,

@@ -30,8 +30,8 @@ Metadata = Mapping[str, Any]
 class IngestResult:
     """The result of `ChromaLink.add`.
 
-    n_cached: chunks that were computed. n_hit: records whose chunk was cached before, or occurred
-        earlier in the same call.
+    n_cached: chunks that were computed. n_hit: records whose chunk was cached before the
+        call.
     n_evicted: chunks of this call that were evicted again before its end, for want of room.
     n_released: deleted caches of records that were replaced. bytes_on_disk: written.
     """

@@ -120,7 +120,7 @@ class OnRay:
                 n_gpus=self.worker_gpus or 0.0, address=self.ray_address,
             )  # fmt: skip
         for name, value in vars(self).items():
-            if value:
+            if value is not None and name != "on_ray":
                 flag = f"--{name.replace('_', '-')} {value}"
                 raise InvalidOption(f"{flag} has no effect without --ray; give --ray too")
         return None
@@ -178,16 +178,18 @@ def ingest(
     skipped = [*found.skipped, *read.skipped]
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
     left_out += [f"not ingested: {one['id']}: {one['why']}" for one in failed]
-    for line in [*_first(left_out), *_notes(found, read, engine.model)]:
+    for line in [*_first(left_out), *_notes(found)]:
         tables.console(stderr=True).print(line, soft_wrap=True)
     n_read = len({row["source"] for row in read.rows})
     row = {"files": n_read, **asdict(done), "collection": collection}
     row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
+    n_repeated = done.n_records - done.n_cached - done.n_hit
     lines = [
         f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-        f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached",
+        f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
+        + (f", {n_repeated} repeated" if n_repeated else ""),
         f"{formatting.seconds(time.perf_counter() - began)}, of which "
-        f"{formatting.seconds(done.seconds)} to cache the chunks; "
+        f"{formatting.seconds(done.seconds)} for caches and records; "
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
     if done.n_released:
@@ -209,18 +211,10 @@ def _first(left_out: Sequence[str]) -> Iterator[str]:
         yield f"{len(left_out)} files and chunks were left out in all; --json names each"
 
 
-def _notes(found: Found, read: Read, model: Model) -> Iterator[str]:
-    from samkv_integrations.cache.windows import MIN_RUN
-
+def _notes(found: Found) -> Iterator[str]:
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
         yield f"files of other kinds were left out: {kinds}"
-    n_tokens = [len(model.tokenize(text, special=False)) for text in read.texts]
-    if n_short := sum(n < MIN_RUN for n in n_tokens):
-        yield (
-            f"{count(n_short, 'chunk')} of fewer than {MIN_RUN} tokens, too short to be reused; "
-            "give longer documents, or a larger --chunk-size"
-        )
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:
@@ -385,15 +379,32 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
 
 def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
-    """The chunks of a page of a file with this suffix; none if it has no text."""
-    from samkv_integrations.cache.chunk import normalise
+    """The chunks of a page of a file with this suffix; none if it has no text.
 
-    if len(model.tokenize(body, special=False)) <= chunk_size:
+    A short piece, such as a heading, is joined to the piece after it, else to the one before.
+    """
+    from samkv_integrations.cache.chunk import normalise
+    from samkv_integrations.cache.windows import MIN_RUN
+
+    def n_tokens(text: str) -> int:
+        return len(model.tokenize(text, special=False))
+
+    if n_tokens(body) <= chunk_size:
         return [body] if body else []
     try:
         from semantic_text_splitter import MarkdownSplitter, TextSplitter
     except ImportError as error:
         raise MissingExtra.of("semantic-text-splitter", "chroma") from error
     kind = TextSplitter if suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
-    splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size)
-    return list(filter(None, map(normalise, splitter.chunks(body))))
+    few = chunk_size // 8  # tokens, for which each piece leaves room
+    splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size - few)
+    joined: list[tuple[int, int]] = []  # characters from and to, the last piece first
+    for begin, piece in reversed(splitter.chunk_indices(body)):
+        end = begin + len(piece)
+        if joined:
+            after = body[slice(*joined[-1])]
+            is_short = min(n_tokens(piece), n_tokens(after)) < max(MIN_RUN, few)
+            if is_short and n_tokens(body[begin : joined[-1][1]]) <= chunk_size:
+                end = joined.pop()[1]
+        joined.append((begin, end))
+    return list(filter(None, (normalise(body[begin:end]) for begin, end in reversed(joined))))

@@ -125,11 +125,11 @@ def cache_on_ray(
                 bar.update(sum(len(ref.token_ids) for ref in group))
             if on_page is not None:
                 on_page(places, {place: failed[place] for place in places if place in failed})
-    n_records = len(refs) - len(failed)
+    missed_keys = {ref.key for ref in missed_refs}
     return ClusterIngest(
-        n_records=n_records,
+        n_records=len(refs) - len(failed),
         n_cached=n_cached,
-        n_hit=n_records - n_cached,
+        n_hit=sum(len(places) for key, places in places_of.items() if key not in missed_keys),
         failed=dict(sorted(failed.items())),
         n_evicted=sum(engine.store.is_evicted(key, engine.fingerprint) for key in places_of),
         bytes_on_disk=chunks.n_bytes(missed_refs),

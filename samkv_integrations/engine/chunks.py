@@ -33,6 +33,7 @@ from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.index.index import bytes_of
 from samkv_integrations.cache.memory import MemoryChunk
 from samkv_integrations.cache.store import Outage, Store, StoredChunk
+from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.prefill import (
     Before,
     PrefilledChunks,
@@ -218,7 +219,7 @@ class Chunks:
         self._prepared = RecentChunks()
         self._released = ReleasedCaches()
         self._of_prefix: tuple[str, Before] | None = None
-        self._has_looked = False
+        self._has_looked = self._has_warned_of_short = False
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -309,12 +310,22 @@ class Chunks:
         return self.model.context_window - len(self.prefix)
 
     def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
-        """Raises InvalidChunk if one is empty, or longer than the context window."""
+        """Raises InvalidChunk if one is empty, or longer than the context window.
+
+        Warns once of one that is too short to be found in a prompt.
+        """
         for ref in chunks:
             if not ref.token_ids:
                 raise InvalidChunk(f"chunk {ref.text!r} holds no text; leave empty chunks out")
             if not self.fits(ref):
                 raise self._too_long(str(len(ref.token_ids)), ref.text)
+            if len(ref.token_ids) < MIN_RUN and not self._has_warned_of_short:
+                self._has_warned_of_short = True
+                _log.warning(
+                    "no prompt will use the cache of a chunk of %d tokens, as fewer than %d are "
+                    "computed with the prompt; make longer chunks. This is said once",
+                    len(ref.token_ids), MIN_RUN,
+                )  # fmt: skip
 
     def _too_long(self, n_tokens: str, body: str) -> InvalidChunk:
         return InvalidChunk(

@@ -78,6 +78,8 @@ def engine_of(source: ModelSource) -> Engine:
     namespace, folder = source.namespace or "", source.kv_dir
     store: MemoryStore | ChunkStore
     if folder is None:
+        if source.max_bytes is not None:
+            bytes_of("max_bytes", source.max_bytes)  # raises
         _require_no("max_bytes", "kv_remote", "exact_beginnings", "hot_bytes", of=source)
         store = MemoryStore(namespace=namespace)
     elif not str(folder):

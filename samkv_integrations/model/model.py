@@ -182,9 +182,11 @@ class Model:
 
     @property
     def weights(self) -> str:
-        """Whether some are ``packed``, or all ``unpacked``."""
-        is_packed = any(isinstance(each, PackedLinear) for each in self.hf.modules())
-        return "packed" if is_packed else "unpacked"
+        """How they are kept: ``packed``, ``unpacked``, or ``both`` (packed ones to decode with)."""
+        packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+        if not packed:
+            return "unpacked"
+        return "packed" if all(each.weight is None for each in packed) else "both"
 
     @property
     def scores_plainly(self) -> bool:

@@ -84,9 +84,9 @@ class Source(BaseModel):
 class AskedAnswer(BaseModel):
     """An answer and its sources, nearest first.
 
-    samkv: the report. estimated_full_prefill_s: estimated seconds to the first token of full
-    prefill on an idle server. estimated_from: whether ``samkv doctor`` measured the cost of passes
-    here, or the estimate assumes a machine of today.
+    samkv: the report. estimated_from: whether ``samkv doctor`` measured the cost of passes here, or
+    the method ``auto`` assumes that of a typical machine. estimated_full_prefill_s: estimated
+    seconds to the first token of full prefill on an idle server; None if nothing was measured.
     """
 
     object: Literal["samkv.answer"] = "samkv.answer"
@@ -96,7 +96,7 @@ class AskedAnswer(BaseModel):
     sources: list[Source]
     usage: Usage
     samkv: Report
-    estimated_full_prefill_s: float
+    estimated_full_prefill_s: float | None
     estimated_from: Literal["measured", "assumed"]
 
 
@@ -175,13 +175,13 @@ class _Writer:
 
     def _end(self, report: Report, finish_reason: str | None) -> dict[str, Any]:
         is_measured = self._costs != CostModel.assumed(self._model)
-        of_a_layer = self._costs.full_prefill_s(report.prompt_tokens)
+        full_s = self._model.n_layers * self._costs.full_prefill_s(report.prompt_tokens)
         return {
             "model": self._model_name,
             "finish_reason": finish_reason,
             "usage": usage_of(report),
             "samkv": report.to_dict() | {"model": self._model_name},
-            "estimated_full_prefill_s": of_a_layer * self._model.n_layers,
+            "estimated_full_prefill_s": full_s if is_measured else None,
             "estimated_from": "measured" if is_measured else "assumed",
         }
 

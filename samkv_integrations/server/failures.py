@@ -120,6 +120,8 @@ class Failure(HTTPException):
             if isinstance(given, bytes):
                 words = "it is not read as JSON; send the header 'content-type: application/json'"
             return cls(400, f"the body: {words}", code="invalid_value")
+        if error["type"] == "literal_error" and " or " not in (only := error["ctx"]["expected"]):
+            words = f"only {only} is supported here"
         value = shown(given) if isinstance(given, str | int | float | bool | None) else "..."
         return cls(400, f"{param}={value}: {words}", param=param, code="invalid_value")
 

@@ -14,8 +14,9 @@ import pytest
 
 from samkv_integrations.chroma.client import Database, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.cli.ingest import Found, find_documents
+from samkv_integrations.cli.ingest import Found, find_documents, split
 from samkv_integrations.cluster import ClusterIngest
+from samkv_integrations.model.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
 
@@ -65,6 +66,29 @@ def test_ingest_splits_long_documents_and_forgets_what_they_no_longer_say(
     file.write_text("Short now.")
     rows_of("ingest", "long.md", "--model", tiny, "--chunk-size", "100")
     assert collection.get(include=["documents"])["documents"] == ["Short now."]
+
+
+def test_a_repeated_text_was_not_cached_before(tiny: str, working_folder: Path) -> None:
+    Path("docs").mkdir()
+    for name in ("a", "b", "c"):
+        Path(f"docs/{name}.txt").write_text("The same text in every one of these files.")
+    first = ran("ingest", "docs", "--model", tiny)
+    assert f"1 prefilled by {tiny}, 0 already cached, 2 repeated\n" in first
+    assert f"0 prefilled by {tiny}, 3 already cached\n" in ran("ingest", "docs")
+
+
+@pytest.mark.parametrize("kind", [".md", ".txt"])
+def test_a_heading_stays_with_the_text_that_follows(kind: str, tiny: str) -> None:
+    """Also before a paragraph or a list that is longer than a chunk, and short ends join."""
+    model = load_model(tiny)  # one token a byte
+    long, most = "Some words here. " * 40, 200
+    page = f"Before.\n\n# A\n\n## B\n\n{long}\n\n## C\n\n{long}\n\n### D\n\n" + "* item\n" * 60
+    chunks = split(page.strip(), kind, model, most)
+    assert "".join("".join(chunks).split()) == "".join(page.split())
+    assert all(25 <= len(chunk) <= most for chunk in chunks)
+    for heading in ("## B", "## C", "### D"):
+        (chunk,) = (chunk for chunk in chunks if heading in chunk.splitlines())
+        assert len(chunk) - chunk.index(heading) > 50
 
 
 def test_ingest_leaves_its_own_folder_and_hidden_files_out(town: Path) -> None:
@@ -181,11 +205,9 @@ class TestWhatIsNotRead:
         for name in ("a.png", "b.PNG", "Makefile"):
             (town / name).write_bytes(b"x")
         (town / "empty.txt").write_text(" ")
-        (town / "short.txt").write_text("A word.")
         result = run("ingest", str(town), "--model", tiny)
         assert result.exit_code == 0
         assert result.stdout.startswith(f"{len(list(town.glob('*.txt'))) - 1} files, ")
-        assert "1 chunk of fewer than 16 tokens" in result.stderr
         assert "other kinds were left out: 1 .jsonl, 2 .png, 1 Makefile" in result.stderr
         assert "empty.txt: it holds no text" in result.stderr
 
@@ -251,6 +273,7 @@ def test_a_refused_ingest_leaves_the_settings_of_before(town: Path, tiny: str) -
         (["--model", "./nowhere"], "does not exist"),
         (["--chunk-size", "0"], "Invalid value for '--chunk-size'"),
         (["--chroma", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--worker-gpus", "0"], "--worker-gpus 0.0 has no effect without --ray"),
     ],
 )
 def test_what_is_refused(town: Path, given: list[str], says: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import samkv_integrations.engine.chunks as module
 from samkv_integrations import Engine, MemoryStore
+from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.errors import InvalidOption
 from tests.support.models import tiny_model
 
@@ -35,6 +36,18 @@ def test_a_text_of_other_tokens_is_not_computed() -> None:
     assert engine.scheduler.run(lambda: computed({ids: forged})) == {}
     assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
     assert list(engine.scheduler.run(lambda: computed({ids: true}))) == [ids]
+
+
+def test_a_chunk_that_no_prompt_will_find_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(tiny_model("llama"))
+    n_tokens = len(engine.model.tokenize(TEXT, special=False))
+    assert n_tokens >= MIN_RUN
+    engine.cache_chunks([TEXT])
+    assert caplog.messages == []
+    engine.cache_chunks(["# Prices", "# Times"])
+    (told,) = caplog.messages
+    assert f"fewer than {MIN_RUN}" in told and "make longer chunks" in told
+    assert engine.found_in("# Prices and # Times") == []
 
 
 class TestTexts:

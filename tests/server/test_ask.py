@@ -71,13 +71,12 @@ async def test_a_stream_has_sources_then_text_then_the_report(town: Town) -> Non
     assert end["object"] == "samkv.answer.end"
     assert end["usage"] == whole["usage"]
     assert end["samkv"]["method"] == "samkv-guided"
-    assert end["estimated_full_prefill_s"] == whole["estimated_full_prefill_s"] > 0
 
 
 async def test_the_estimate_says_what_it_is_made_of(town: Town) -> None:
     body = {"question": QUESTION, "max_tokens": 1}
     assumed = await town.json("POST", PATH, body)
-    assert assumed["estimated_from"] == "assumed"
+    assert (assumed["estimated_from"], assumed["estimated_full_prefill_s"]) == ("assumed", None)
     costs = CostModel(layer_s=1.0, token_s=0.5, pair_s=0.0, entry_s=0.0, read_s=0.0)
     keep_costs(builtin(), town.engine().store, costs)
     again = Town(town.folder, collections=["town"], method="reuse")

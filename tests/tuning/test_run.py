@@ -109,6 +109,15 @@ def test_what_fails_on_held_out_questions_gives_way_to_the_next() -> None:
     assert found.held_out[0].questions < LEAST_CHECKED  # and is asked no more
 
 
+def test_a_slower_setting_does_not_win_by_a_few_questions_of_the_choice() -> None:
+    lost = {"20", "30", "40"}
+    assert not lost & HELD_OUT
+    fast = "auto, quest@0.1"
+    found = run(Fake(lambda label, number: label == DEAR or label == fast and number not in lost))
+    assert [each.label for each in found.held_out[:2]] == [DEAR, fast]
+    assert found.chosen is found.held_out[1]
+
+
 def test_what_is_slow_is_not_recommended() -> None:
     slow = Fake(only(*LABELS), lambda label, number: 0.97 if number in HELD_OUT else 0.1)
     found = run(slow)

@@ -243,15 +243,12 @@ class ChunkFolder:
         self.index = Index(path, self, secret)
 
     def require_own(self) -> None:
-        """Raises StoreError if the folder was emptied, or made anew by another process.
-
-        If it is gone altogether, the write that follows fails.
-        """
+        """Raises StoreError if the folder was deleted, emptied, or made anew by another process."""
         try:
             found = read_small(self.path / "secret")
             is_own = found == self.secret and (self.path / "store.json").exists()
         except FileNotFoundError:
-            is_own = not self.path.exists()
+            is_own = False
         except OSError as error:
             raise cannot("read", self.path, error) from error
         if not is_own:

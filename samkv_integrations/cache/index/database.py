@@ -88,10 +88,10 @@ class Database:
                     raise StoreError(
                         f"{where} was damaged and is made anew ({error}); next step: try again"
                     ) from error
-                raise StoreError(
-                    f"cannot use {where}: {error}; next step: "
-                    "make room or allow access there, or use a store in another folder"
-                ) from error
+                remedy = "make room or allow access there, or use a store in another folder"
+                if isinstance(error, FileNotFoundError):  # the folder was deleted
+                    remedy = "open the store anew, in a new engine or process"
+                raise StoreError(f"cannot use {where}: {error}; next step: {remedy}") from error
 
     def rows(self, sql: str, *values: object) -> list[Any]:
         """The rows of one statement."""
