@@ -111,7 +111,9 @@ class Model:
         hf.set_attn_implementation("samkv")
         self.hf = hf.train(False)
         if quantised is not None and not is_gguf:
-            # Some unpack weights, or convert scales, when they first run; no layer can run before.
+            # The first forward changes tensors: AWQ and Marlin convert their scales there, and
+            # compressed-tensors unpacks weights in a hook of the whole model, whose forward no
+            # later pass calls. The digests are of what every later pass computes with.
             with torch.no_grad():
                 hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
         # Ours alone: for each text it is told anew whether special tokens count, under our lock.
