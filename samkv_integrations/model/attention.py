@@ -29,7 +29,7 @@ class Attend(Protocol):
     ) -> Tensor | None:
         """Attention output of the R tokens that the pass computes, (batch, H, R, D).
 
-        None if the layer's output is not needed: it is any numbers then, and need not be computed.
+        None to end the pass in a layer where `Model.ends_at` allows it.
 
         query (batch, H, R, D), key and value (batch, G, R, D): after RoPE, of these tokens only.
         The pass adds the keys and values of all other tokens.
@@ -61,7 +61,8 @@ def _samkv_attention(
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     attended = attend(layer, query, key, value, scaling)
-    return (query if attended is None else attended).transpose(1, 2), None
+    assert attended is not None, "transformers' layers run to their end"
+    return attended.transpose(1, 2), None
 
 
 def attention(

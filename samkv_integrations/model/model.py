@@ -451,6 +451,13 @@ class Model:
         )
         return output
 
+    def ends_at(self, index: int) -> bool:
+        """Whether a pass for entries alone ends in the attention of layer ``index``.
+
+        It does in the last layer, whose output nothing needs, unless a hook may see that.
+        """
+        return index == self.n_layers - 1 and is_plain(self.config, self._decoder.layers[index])
+
     def _devices_of_layers(self) -> tuple[torch.device, ...]:
         """What a pass over one token shows: hooks of accelerate move it, and load weights."""
         found: list[torch.device] = []
