@@ -451,9 +451,11 @@ class _Thread:
 
     def stop(self) -> None:
         """End the thread after its current step."""
+        if self.pid != os.getpid():  # a fork, which inherits no thread
+            return
         self._is_stopped = True
         self.mail.put(None)
-        if threading.current_thread() is not self.thread and self.pid == os.getpid():
+        if threading.current_thread() is not self.thread:
             self.thread.join()
 
     def _serve(self) -> None:
