@@ -15,7 +15,7 @@ from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.store import Store
 from samkv_integrations.engine.beginnings import Beginnings
-from samkv_integrations.engine.chunks import Chunks, RecentChunks
+from samkv_integrations.engine.chunks import Chunks, RecentKeys
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
@@ -92,7 +92,7 @@ class Engine:
         self.eviction = eviction
         self.prefix = prefix_ids(model, prefix, prefix_text)
         self.prefixes = PrefixCache(prefix_bytes)
-        self._announced = RecentChunks()
+        self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
