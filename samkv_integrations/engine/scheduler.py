@@ -608,7 +608,7 @@ class _Thread:
         """
         if not (batch := self._batch()):
             return False
-        self.pass_began = began = time.perf_counter()
+        self.pass_began = time.perf_counter()
         decoders, tokens = [], []
         try:
             most = MOST_ROWS // len(batch) - 1
