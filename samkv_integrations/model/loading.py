@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import resources
@@ -407,14 +407,14 @@ def bfloat16_is_fast(device: torch.device) -> bool:
 
 @cache
 def _bfloat16_wins() -> bool:
+    def product(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        rows, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        return partial(torch.nn.functional.linear, rows, weight)
+
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other
     with torch.inference_mode():
-        calls = []
-        for dtype in (torch.bfloat16, torch.float32):
-            rows, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-            calls.append(partial(torch.nn.functional.linear, rows, weight))
-        wins = is_faster(*calls, by=1.0)
+        wins = is_faster(product(torch.bfloat16), product(torch.float32), by=1.0)
     torch.set_num_threads(n_threads)
     return wins
 
