@@ -54,6 +54,11 @@ class Cell:
     cached: float
     new_tokens: int
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of prompt and answer, the template and the question with 100."""
+        return self.chunks * self.chunk_tokens + self.others + self.new_tokens + 100
+
 
 def cells(*, quick: bool) -> list[Cell]:
     """Those of the whole grid, or one that covers each pair of lengths once."""
@@ -236,6 +241,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = load_model(args.model, dtype=args.dtype)
+    most_tokens = min(args.most_tokens, model.context_window)
+    grid = [
+        cell
+        for cell in (peer_cells() if args.peer else cells(quick=args.quick))[args.skip :]
+        if args.least_tokens <= cell.n_tokens <= most_tokens
+    ]
+    if not grid:
+        parser.error(
+            f"no cell after --skip {args.skip} has {args.least_tokens} to {most_tokens} tokens; "
+            "give other --least-tokens or --most-tokens, or leave out --quick"
+        )
     peer = None
     if args.peer:
         script, n_threads = Path(__file__).with_name("llama_peer.py"), str(torch.get_num_threads())
@@ -250,11 +266,8 @@ def main() -> None:
     settings = {
         "hardware": hardware(model), "calibrated": args.calibrated, "cpu_seconds": args.cpu,
     }  # fmt: skip
-    grid = peer_cells() if peer else cells(quick=args.quick)
-    for cell in tqdm(grid[args.skip :]):
-        length = cell.chunks * cell.chunk_tokens + cell.others + cell.new_tokens + 100
-        if args.least_tokens <= length <= min(args.most_tokens, model.context_window):
-            rows += measured(ways, texts, cell, args.ways.split(","), args.rounds, peer)
+    for cell in tqdm(grid):
+        rows += measured(ways, texts, cell, args.ways.split(","), args.rounds, peer)
         if args.json:
             text = to_json("answer grid", model.name, [asdict(row) for row in rows], settings)
             args.json.write_text(f"{text}\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from samkv_integrations.cache.chunk import ChunkRef
-from samkv_integrations.engine.chunks import Chunks, RecentChunks
+from samkv_integrations.engine.chunks import Chunks, RecentKeys
 from samkv_integrations.engine.prefill import entries_before, prefill
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.scheduler import Scheduler
@@ -32,7 +32,7 @@ class Beginnings:
 
     def __init__(self, chunks: Chunks, scheduler: Scheduler) -> None:
         self._chunks, self._scheduler = chunks, scheduler
-        self._heads = RecentChunks()  # of prompts, by their hash
+        self._heads = RecentKeys()  # of prompts, by their hash
 
     def after(self, resolved: Resolved, report: Report) -> None:
         """Schedule one for the first chunk of a prompt that was answered, if it has none yet."""

@@ -134,8 +134,8 @@ def plan_pass(
     recompute = recompute & stored
     carried = recompute.flip(0).cummax(0).values.flip(0)
     used = stored if mixes else stored & ~recompute
-    masks = torch.stack((stored, recompute, carried))
-    differing = (masks[:, 1:] != masks[:, :-1]).flatten(2).any(2).any(0).tolist()
+    roles = torch.stack((stored, recompute, carried))
+    differing = (roles[:, 1:] != roles[:, :-1]).flatten(2).any(2).any(0).tolist()
     moving = [here != before for before, here in pairwise(devices)]
     is_new = [True, *(any(both) for both in zip(differing, moving, strict=True))]
     assert bool(uncached[:n_held].all())
@@ -183,7 +183,7 @@ def plan_pass(
         positions = torch.cat((positions, positions[-1:].expand(n_more)))
         if narrow is not None:
             narrow = torch.cat((narrow, narrow[-1:].expand(n_more)))
-        seen_of: dict[int | None, Tensor] = {}
+        masks: dict[int | None, Tensor] = {}
         wanted = set(windows) - {None}
         if weighs or not is_causal:
             wanted.add(None)
@@ -195,7 +195,7 @@ def plan_pass(
             if not weighs:  # made once: attention would do it at every layer
                 added = torch.where(seen, 0.0, -torch.inf).to(model.dtype)
                 seen = of_groups(added, model.n_heads, model.n_kv_heads, model.head_dim)
-            seen_of[window] = seen
+            masks[window] = seen
         plan = LayerPlan(
             n_entries=n_entries, n_padded=n_padded, n_computed=n_computed, n_held=n_held,
             positions=positions.to(device), narrow=None if narrow is None else narrow.to(device),
@@ -203,7 +203,7 @@ def plan_pass(
             brought=None if len(brings) == n_computed else brings.to(device),
             slots=slots.to(device) if len(cached) or n_held else None, mixed=mixed.to(device),
             mixed_slots=mixed_slots.to(device), carried=carried[layer].nonzero()[:, 0],
-            carried_rows=carried_rows.to(device), masks=seen_of, at=entries,
+            carried_rows=carried_rows.to(device), masks=masks, at=entries,
             is_context=~uncached[entries].to(device),
             staying=None if torch.equal(stays, present) else slot[stays].to(device),
             context=context.to(device), context_slots=final[at[context]].to(device),

@@ -63,18 +63,21 @@ _WRITERS = 4
 """Threads that write chunk caches; each mostly waits for the disk."""
 
 MAX_RECENT = 2**16
-"""Chunks that `RecentChunks` remembers, about 10 MB: more than one ingest adds at once."""
+"""Keys that `RecentKeys` remembers, about 10 MB: more than one ingest adds at once."""
 
 
-class RecentChunks:
-    """The latest `MAX_RECENT` chunk keys, and the seconds that each chunk took. Thread-safe."""
+class RecentKeys:
+    """The latest `MAX_RECENT` keys, and the seconds that each one took. Thread-safe.
+
+    Keys are of chunks, or hashes of the heads of prompts.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: OrderedDict[str, float] = OrderedDict()
 
     def add(self, keys: Iterable[str], seconds: float = 0.0) -> None:
-        """Remember chunks that took ``seconds`` each."""
+        """Remember keys of what took ``seconds`` each."""
         with self._lock:
             for key in keys:
                 self._seconds[key] = seconds
@@ -83,7 +86,7 @@ class RecentChunks:
                 self._seconds.popitem(last=False)
 
     def take(self, key: str) -> float | None:
-        """Remove a chunk and return its seconds; None if it is unknown."""
+        """Remove a key and return its seconds; None if it is unknown."""
         with self._lock:
             return self._seconds.pop(key, None)
 
@@ -216,7 +219,7 @@ class Chunks:
         self._generation = model.identity.generation
         self._agreed: Fingerprint | None = None
         self._stable_layers: tuple[int, ...] | None = None
-        self._prepared = RecentChunks()
+        self._prepared = RecentKeys()
         self._released = ReleasedCaches()
         self._of_prefix: tuple[str, Before] | None = None
         self._has_looked = self._has_warned_of_short = False
@@ -432,19 +435,8 @@ class Chunks:
                     if (cache := self._released.take(key, fingerprint)) is not None:
                         on_written(self.keep(None, replace(cache, text=ref.text)))
                         del missed[key]
-                if missed:
-                    of_prefix = partial(self._entries_before, fingerprint, is_same_model)
-                    before = self._run(of_prefix)
-                pending = batches(list(missed.values()), self.model.device)
-                while pending:
-                    batch = pending.pop(0)
-                    try:
-                        caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
-                    except InvalidChunk as error:  # of one of them: try each by itself
-                        if len(batch) == 1:
-                            failures.append(f"the chunk {batch[0].text[:60]!r}: {error}")
-                        pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
-                        continue
+                pending = list(missed.values())
+                for _, caches in self._passes(pending, fingerprint, is_same_model, failures):
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, and what it was "
@@ -463,6 +455,30 @@ class Chunks:
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             raise InvalidChunk(failures[0] + more)
+
+    def _passes(
+        self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint,
+        is_same_model: Callable[[], bool], failures: list[str],
+    ) -> Iterator[tuple[list[ChunkRef], PrefilledChunks]]:  # fmt: skip
+        """Compute chunks in the model's thread, several a pass; each pass is yielded.
+
+        Where one chunk of several cannot be cached, each is tried by itself. failures: gets errors.
+        """
+        if not chunks:
+            return
+        before = self._run(partial(self._entries_before, fingerprint, is_same_model))
+        pending = batches(chunks, self.model.device)
+        while pending:
+            batch = pending.pop(0)
+            try:
+                caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
+            except InvalidChunk as error:
+                if len(batch) == 1:
+                    failures.append(f"the chunk {batch[0].text[:60]!r}: {error}")
+                else:
+                    pending = [*([chunk] for chunk in batch), *pending]
+                continue
+            yield batch, caches
 
     def _entries_before(
         self, fingerprint: Fingerprint, is_same_model: Callable[[], bool]
@@ -494,15 +510,7 @@ class Chunks:
             chunks = self.agree(self._named(list(true.values()), list(true)))
         fingerprint, is_same_model = self.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
-        before = self._entries_before(fingerprint, is_same_model) if chunks else ()
-        pending = batches(chunks, self.model.device)
-        while pending:
-            batch = pending.pop(0)
-            try:
-                caches = prefill(self.model, batch, fingerprint, before)
-            except InvalidChunk:  # one of them cannot be cached: try each by itself
-                pending = [*([chunk] for chunk in batch if len(batch) > 1), *pending]
-                continue
+        for batch, caches in self._passes(chunks, fingerprint, is_same_model, []):
             is_kept = is_same_model()
             for chunk, cache in zip(batch, caches, strict=True):
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
@@ -593,7 +601,7 @@ class Chunks:
         """
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
-        self._prepared = RecentChunks()
+        self._prepared = RecentKeys()
         try:
             return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
         finally:

@@ -112,40 +112,24 @@ class TextStream:
         return "" if self.stopped else self._model.detokenize(self._ids)[self._sent :]
 
 
-# -- for benchmarks, tuning and inspection ----------------------------------------------------
+# -- one request by itself, in the model's thread ---------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Greedy:
-    """One greedy answer.
-
-    tokens: n ids, including the end token if the model chose it. text: without the end token.
-    logits: (n, vocabulary) float32 on the CPU, from which each token was chosen.
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    logits: Tensor
-
-
-def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> Greedy:
+def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> tuple[list[int], str]:
     """The answer of `Engine.generate` with its default options, of at most ``most_tokens``.
 
-    That includes the repetition penalty of the model's generation config, if it has one. To be
-    called in the model's thread; the request needs room for the tokens.
+    Returns its tokens, with the end token if the model chose it, and its text. The default options
+    include the repetition penalty of the model's generation config, if it has one. To be called in
+    the model's thread; the request needs room for the tokens.
     """
     sampler = Sampler(model, begun.layout.token_ids.tolist(), Sampling())
     decoder = Decoder(model, begun.cache, begun.layout.n_tokens)
     end_ids = model.end_ids(())
-    logits = [begun.logits.float().cpu()]
     tokens = [sampler.next(begun.logits)]
     while len(tokens) < most_tokens and tokens[-1] not in end_ids:
-        found = decoder.step(tokens[-1])
-        logits.append(found.float().cpu())
-        tokens.append(sampler.next(found))
+        tokens.append(sampler.next(decoder.step(tokens[-1])))
     shown = tokens[:-1] if tokens[-1] in end_ids else tokens
-    text = model.detokenize(shown).strip()
-    return Greedy(tokens=tuple(tokens), text=text, logits=torch.stack(logits))
+    return tokens, model.detokenize(shown).strip()
 
 
 def force(request: Request, follow: Sequence[int]) -> tuple[Tensor, Report]:

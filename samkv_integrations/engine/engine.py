@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -15,18 +14,13 @@ from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.memory import MemoryStore
 from samkv_integrations.cache.store import Store
 from samkv_integrations.engine.beginnings import Beginnings
-from samkv_integrations.engine.chunks import Chunks, RecentChunks
+from samkv_integrations.engine.chunks import Chunks, RecentKeys
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
 from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
 from samkv_integrations.engine.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.engine.prefix_cache import PrefixCache
-from samkv_integrations.engine.request import (
-    AS_TEXT,
-    AnswerOptions,
-    AnswerSettings,
-    Request,
-)
+from samkv_integrations.engine.request import AS_TEXT, AnswerOptions, AnswerSettings, Request
 from samkv_integrations.engine.scheduler import OWNER, Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
@@ -92,7 +86,7 @@ class Engine:
         self.eviction = eviction
         self.prefix = prefix_ids(model, prefix, prefix_text)
         self.prefixes = PrefixCache(prefix_bytes)
-        self._announced = RecentChunks()
+        self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
@@ -336,17 +330,16 @@ class Engine:
         """Read the prompt and decide on its settings, in the caller's thread."""
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
         trace = Trace(self.model.name, prompt, settings, began)
+        resolved = None
         try:
             resolved = self.resolve(prompt, chunks, settings)
-            try:
-                request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
-            except BaseException:
-                resolved.close()
-                raise
+            request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
         except BaseException as error:
+            if resolved is not None:
+                resolved.close()
             trace.end(time.perf_counter(), error=error)
             raise
-        announced: dict[str, float] = {}
+        announced: dict[str, float] = {}  # seconds that `announce` took for chunks of the prompt
         for chunk in resolved.chunks:
             if (seconds := self._announced.take(chunk.key)) is not None:
                 announced[chunk.key] = seconds
@@ -393,7 +386,7 @@ class Engine:
         missed chunk is text.
         """
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
-        window = min(settings.context_window or sys.maxsize, self.model.context_window)
+        window = settings.window_of(self.model)
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,9 +101,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         PromptTooLong: prompt and answer exceed the context window.
         InvalidOption: the method cannot be used with the model.
     """
-    model, method, costs, resolved = (
-        request.model, request.method, request.costs, request.resolved,
-    )  # fmt: skip
+    model, method = request.model, request.method
+    costs, resolved = request.costs, request.resolved
     if method.attend is not None and not model.scores_plainly:
         raise InvalidOption(
             f"method {method.name!r} weighs attention scores in its own way, and {model.name!r} "
@@ -121,7 +119,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
     layout = Layout(resolved.token_ids, parts, prefix_ids)
-    window = min(request.settings.context_window or sys.maxsize, model.context_window)
+    window = request.settings.window_of(model)
     if layout.n_tokens + request.capacity > window:
         raise PromptTooLong(
             f"prompt of {layout.n_tokens} tokens (chunks at full size) and {request.capacity} new "
@@ -160,10 +158,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     whole = is_whole(method, costs, layout, blended, n_whole, n_blended)
     if layout.n_chunks and not blended.n_chunks:  # all chunks are held: full prefill goes on
         whole, n_whole = True, n_blended
-    if not whole:
-        n_held, layout = n_blended, blended
-        n_left = int(layout.context_positions[0]) if layout.n_context else first_chunk
-    else:
+    if whole:
         n_held, rule, n_left = n_whole, whole_rule, first_chunk
         if parts and method.whole_if_faster:
             n_left = parts[-1].runs[-1].span.stop
@@ -175,6 +170,9 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         )
         if n_held > first_chunk:
             layout, opened = Layout(resolved.token_ids, (), ()), []
+    else:
+        n_held, layout = n_blended, blended
+        n_left = int(layout.context_positions[0]) if layout.n_context else first_chunk
     leaves = None
     if request.prefixes is not None:
         leaves = request.prefixes.begin(

@@ -97,7 +97,7 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
         layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor | None:
         before[layer] = key[:, :, :n_prefix], value[:, :, :n_prefix]
-        if layer == model.n_layers - 1:
+        if model.ends_at(layer):
             return None
         mask = model.window_mask(layer, len(ids))
         return model.attention(layer, query, key, value, scaling, mask, mask is None)
@@ -279,7 +279,7 @@ def prefill(
         means = local[query.device]
         local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
         local_query[layer] = means(unrotate(local_queries, *of_local.of(layer)))
-        is_last = layer == model.n_layers - 1
+        ends = model.ends_at(layer)
         output = torch.empty_like(query)
         output[:, n_tokens:] = 0
         for group in groups[query.device]:
@@ -294,9 +294,9 @@ def prefill(
             found = layer_statistics(
                 own, keys, scaling, n_later=group.n_later, n_prefix=n_prefix,
                 tile=64 if on_cpu else 256,  # a CPU's cache holds the smaller tile
-                value=values if is_plain and not is_last else None, out=attended,
+                value=values if is_plain and not ends else None, out=attended,
             )  # fmt: skip
-            if not is_plain and not is_last:
+            if not is_plain and not ends:
                 # as many queries as keys, so that causal attention needs no mask
                 padded = pad(own, (0, 0, n_prefix, 0))
                 whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
@@ -305,7 +305,7 @@ def prefill(
                 output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
             alpha[layer, group.of_pass] = group.flatten(found.alpha)
             sustained[layer, group.of_pass] = group.flatten(found.sustained)
-        return None if is_last else output[None]
+        return None if ends else output[None]
 
     hidden = model.embed(ids)
     for layer in range(model.n_layers):

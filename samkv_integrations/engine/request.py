@@ -21,12 +21,7 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import (
-    OPTIONS,
-    JsonConstraint,
-    Sampling,
-    SamplingOptions,
-)
+from samkv_integrations.model.sampling import OPTIONS, JsonConstraint, Sampling, SamplingOptions
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
 
@@ -70,6 +65,10 @@ class AnswerSettings:
         if given.get("method") is not None:
             given["method"] = get_method(given["method"])
         return cls(sampling=Sampling(**sampling), **given)
+
+    def window_of(self, model: Model) -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.context_window or model.context_window, model.context_window)
 
 
 AS_TEXT = AnswerSettings(sampling=Sampling(), on_miss="text")

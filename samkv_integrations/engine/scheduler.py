@@ -451,9 +451,11 @@ class _Thread:
 
     def stop(self) -> None:
         """End the thread after its current step."""
+        if self.pid != os.getpid():  # a fork, which inherits no thread
+            return
         self._is_stopped = True
         self.mail.put(None)
-        if threading.current_thread() is not self.thread and self.pid == os.getpid():
+        if threading.current_thread() is not self.thread:
             self.thread.join()
 
     def _serve(self) -> None:
@@ -606,7 +608,7 @@ class _Thread:
         """
         if not (batch := self._batch()):
             return False
-        self.pass_began = began = time.perf_counter()
+        self.pass_began = time.perf_counter()
         decoders, tokens = [], []
         try:
             most = MOST_ROWS // len(batch) - 1

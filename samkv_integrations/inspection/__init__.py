@@ -292,11 +292,11 @@ def _watched(
 
     def answer() -> tuple[str, Report, Layout]:
         begun = first_token(request)
-        found = decode_greedily(model, begun, most)
+        tokens, text = decode_greedily(model, begun, most)
         report = replace(
-            begun.report, completion_tokens=len(found.tokens), decode_kv_bytes=begun.cache.kv_bytes
+            begun.report, completion_tokens=len(tokens), decode_kv_bytes=begun.cache.kv_bytes
         )
-        return found.text, report, begun.layout
+        return text, report, begun.layout
 
     text, report, layout = engine.scheduler.run(answer)
     shape = model.n_layers, layout.n_tokens

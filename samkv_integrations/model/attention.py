@@ -29,7 +29,7 @@ class Attend(Protocol):
     ) -> Tensor | None:
         """Attention output of the R tokens that the pass computes, (batch, H, R, D).
 
-        None if the layer's output is not needed: it is any numbers then, and need not be computed.
+        None to end the pass in a layer where `Model.ends_at` allows it.
 
         query (batch, H, R, D), key and value (batch, G, R, D): after RoPE, of these tokens only.
         The pass adds the keys and values of all other tokens.
@@ -61,7 +61,8 @@ def _samkv_attention(
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
     attended = attend(layer, query, key, value, scaling)
-    return (query if attended is None else attended).transpose(1, 2), None
+    assert attended is not None, "transformers' layers run to their end"
+    return attended.transpose(1, 2), None
 
 
 def attention(
@@ -169,7 +170,7 @@ def products_are_faster() -> bool:
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
         query, key = torch.ones(1, 8, 128, 64, **kind), torch.ones(1, 2, 640, 64, **kind)
         mask = torch.zeros(128, 640, **kind)
-        return _is_faster(
+        return is_faster(
             partial(_explicit_attention, query, key, key, 0.125, mask, False, None, None),
             partial(
                 F.scaled_dot_product_attention, query, key, key, mask, scale=0.125, enable_gqa=True
@@ -177,15 +178,15 @@ def products_are_faster() -> bool:
         )
 
 
-def _is_faster(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
-    """Whether ``one`` takes less than .8 of the time, of four calls each the fastest."""
+def is_faster(one: Callable[[], Tensor], other: Callable[[], Tensor], by: float = 0.8) -> bool:
+    """Whether ``one`` takes less than ``by`` of the time, of four calls each the fastest."""
     seconds: dict[Callable[[], Tensor], list[float]] = {one: [], other: []}
     for _ in range(4):
         for call, taken in seconds.items():
             start = perf_counter()
             call()
             taken.append(perf_counter() - start)
-    return min(seconds[one]) < 0.8 * min(seconds[other])
+    return min(seconds[one]) < by * min(seconds[other])
 
 
 def _explicit_attention(
@@ -255,7 +256,7 @@ def _are_faster_for_token() -> bool:
     with torch.inference_mode():
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
         query, key = torch.ones(1, 8, 1, 64, **kind), torch.ones(1, 2, 4096, 64, **kind)
-        return _is_faster(
+        return is_faster(
             partial(attention_of_token, query, key[0], key[0], 0.125, 4096),
             partial(attention, query, key, key, 0.125, None, False),
         )
@@ -287,7 +288,7 @@ def parts_are_faster() -> bool:
     with torch.inference_mode():
         kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         weight, token = torch.ones(_TRIED // 1024, 1024, **kind), torch.ones(1, 1024, **kind)
-        return _is_faster(partial(_parts, token, weight), partial(F.linear, token, weight))
+        return is_faster(partial(_parts, token, weight), partial(F.linear, token, weight))
 
 
 _TRIED = 2**24

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,6 +27,7 @@ from samkv_integrations.errors import (
     UnsupportedModel,
     meant,
 )
+from samkv_integrations.model.attention import is_faster
 from samkv_integrations.model.families import SUPPORTED_DTYPES, refuse_family, refuse_unsupported
 from samkv_integrations.model.gguf_file import (
     SMOLLM2_HUB_ID,
@@ -108,9 +108,8 @@ def load_model(
         the package accelerate) spreads layers over devices, memory and disk.
     """
     dtype = str(dtype).removeprefix("torch.")
-    _check_dtype(dtype)
-    if weights not in get_args(Weights):
-        raise InvalidOption(f"weights={weights!r}; allowed: {', '.join(get_args(Weights))}")
+    InvalidOption.unless_among("dtype", dtype, DTYPES)
+    InvalidOption.unless_among("weights", weights, get_args(Weights))
     place, further = device_of(device), dict(model_kwargs or {})
     if "device_map" in further and device != "auto":
         raise InvalidOption(
@@ -174,11 +173,6 @@ def _refuse_no_numbers(hf: Any, name: str) -> None:  # noqa: ANN401
                 raise ModelNotFound(
                     f"the weight {path!r} of {name!r} holds NaN or infinity; fetch or save it again"
                 )
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise InvalidOption(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
 
 
 def _as_it_fits(
@@ -413,19 +407,16 @@ def bfloat16_is_fast(device: torch.device) -> bool:
 
 @cache
 def _bfloat16_wins() -> bool:
-    seconds, n_threads = {}, torch.get_num_threads()
+    def product(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        rows, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        return partial(torch.nn.functional.linear, rows, weight)
+
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other
     with torch.inference_mode():
-        for dtype in (torch.float32, torch.bfloat16):
-            rows, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-            taken = []
-            for _ in range(5):
-                began = perf_counter()
-                torch.nn.functional.linear(rows, weight)
-                taken.append(perf_counter() - began)
-            seconds[dtype] = min(taken)
+        wins = is_faster(product(torch.bfloat16), product(torch.float32), by=1.0)
     torch.set_num_threads(n_threads)
-    return seconds[torch.bfloat16] < seconds[torch.float32]
+    return wins
 
 
 def is_slow(dtype: torch.dtype | None, device: torch.device) -> bool:

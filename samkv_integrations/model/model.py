@@ -111,7 +111,9 @@ class Model:
         hf.set_attn_implementation("samkv")
         self.hf = hf.train(False)
         if quantised is not None and not is_gguf:
-            # Some unpack weights, or convert scales, when they first run; no layer can run before.
+            # The first forward changes tensors: AWQ and Marlin convert their scales there, and
+            # compressed-tensors unpacks weights in a hook of the whole model, whose forward no
+            # later pass calls. The digests are of what every later pass computes with.
             with torch.no_grad():
                 hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
         # Ours alone: for each text it is told anew whether special tokens count, under our lock.
@@ -450,6 +452,13 @@ class Model:
             attend=attend,
         )
         return output
+
+    def ends_at(self, index: int) -> bool:
+        """Whether a pass for entries alone ends in the attention of layer ``index``.
+
+        It does in the last layer, whose output nothing needs, unless a hook may see that.
+        """
+        return index == self.n_layers - 1 and is_plain(self.config, self._decoder.layers[index])
 
     def _devices_of_layers(self) -> tuple[torch.device, ...]:
         """What a pass over one token shows: hooks of accelerate move it, and load weights."""

@@ -114,6 +114,26 @@ def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
         assert torch.equal(getattr(one.statistics, name), getattr(other.statistics, name)), name
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("part", ["layer", "self_attn", "self_attn.o_proj"])
+def test_a_hook_in_the_last_layer_sees_what_it_sees_in_transformers(family: str, part: str) -> None:
+    model, chunk, prefix = tiny_model(family), new_chunk(40), (1, 50, 60)
+    layer = model.hf.model.layers[-1]
+    seen: list[Tensor] = []
+    hooked = layer if part == "layer" else layer.get_submodule(part)
+    hook = hooked.register_forward_hook(
+        lambda module, given, output: seen.append(output if part != "self_attn" else output[0])
+    )
+    try:
+        caches_of(model, [chunk], prefix)
+        with torch.inference_mode():
+            model.hf(torch.tensor([prefix + chunk.token_ids]))
+    finally:
+        hook.remove()
+    of_prefix, of_chunk, expected = seen
+    torch.testing.assert_close(torch.cat((of_prefix, of_chunk), 1), expected, **BATCHED)
+
+
 @pytest.mark.parametrize(("family", "prefix"), covering(FAMILIES, [(), (1,), (1, 50, 60)], times=2))
 def test_captured_entries_are_those_of_transformers_own_cache(
     family: str, prefix: tuple[int, ...]

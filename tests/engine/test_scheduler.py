@@ -590,14 +590,23 @@ def test_it_starts_when_there_is_something_to_do_and_ends_with_the_engine(
 
 
 IN_A_PROCESS = """
-import os
+import os, sys
 from samkv_integrations import Engine
 from tests.support.models import tiny_model
 engine = Engine(tiny_model("llama"), block_size=8)
-expected = engine.generate("Hello", max_new_tokens=8).text
+expected = engine.generate("Hello", max_new_tokens=400).text
+
+def exit_code(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
 if (child := os.fork()) == 0:
-    os._exit(0 if engine.generate("Hello", max_new_tokens=8).text == expected else 1)
-assert os.waitpid(child, 0)[1] == 0
+    os._exit(0 if engine.generate("Hello", max_new_tokens=400).text == expected else 1)
+assert exit_code(child) == 0
+stream = engine.stream("Hello", max_new_tokens=400)
+if (child := os.fork()) == 0:  # while an answer is under way, which it leaves to its parent
+    sys.exit(3)
+assert exit_code(child) == 3
+assert "".join(stream) == expected
 stream = engine.stream("Hello", max_new_tokens=4000)  # which is under way when the process ends
 """
 
