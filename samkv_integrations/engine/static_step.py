@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -79,7 +80,8 @@ class StaticStep:
 def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """What ``run`` does on the device, as a CUDA graph; calling it replays the graph."""
     device = run().device  # a capture must not be the first to call a kernel
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph = torch.cuda.CUDAGraph()
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     # A capture that fails leaves its stream the current one: `stream` brings back the other.
     # Threads that read for other questions go on allocating pinned memory.
     with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.graph(

@@ -365,7 +365,7 @@ class SparseCache(WorkingCache):
         self._lengths = [0] * n_layers
 
     @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
+    def lengths(self) -> list[int]:
         """Of the layers with a small window, then of the others."""
         return [*self._near.lengths, *self._lengths]
 

@@ -137,12 +137,10 @@ def of_groups(mask: Tensor, n_heads: int, n_kv_heads: int, size: int) -> Tensor:
 
     Rows begin at multiples of 8 numbers: PyTorch copies other masks in every layer.
     """
-    groups, (n_rows, n_keys) = n_heads // n_kv_heads, mask.shape
-    if not mask.is_cuda:
-        return mask
-    if groups > 1 and _suits_groups(n_rows, groups, n_heads, size):
+    groups, n_keys = n_heads // n_kv_heads, mask.shape[1]
+    if groups > 1 and mask.is_cuda and _suits_groups(len(mask), groups, n_heads, size):
         mask = mask.repeat(groups, 1)
-    return F.pad(mask, (0, -n_keys % 8))[:, :n_keys]
+    return F.pad(mask, (0, -n_keys % 8))[:, :n_keys] if mask.is_cuda else mask
 
 
 _MANY_ROWS = 64

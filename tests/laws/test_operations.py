@@ -36,15 +36,17 @@ PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
 FEW, MANY = 3, 7
 
 
-def engine(n_layers: int, store: Store, device: str | torch.device = "cpu", **options: Any) -> Engine:
+def engine(
+    n_layers: int, store: Store, *, device: str | torch.device = "cpu", hot_bytes: int = 0
+) -> Engine:
     """Of a small Llama in bfloat16."""
     hf = hf_model("llama", num_hidden_layers=n_layers, head_dim=64).to(torch.bfloat16)
-    model, options = (
-        Model(hf.to(device), byte_tokenizer(bos=True), "tiny"),
-        {"block_size": 8, **options},
-    )
+    model = Model(hf.to(device), byte_tokenizer(bos=True), "tiny")
     # no prefix cache, whose copies are no part of a pass
-    return Engine(model, store, prefix_bytes=0, scheduler=OnThisThread(model), **options)
+    return Engine(
+        model, store, block_size=8, prefix_bytes=0, hot_bytes=hot_bytes,
+        scheduler=OnThisThread(model),
+    )  # fmt: skip
 
 
 def filled(n_layers: int, store: Store | None = None) -> Engine:
@@ -112,7 +114,7 @@ def on_device(
 
         patch.setattr(Model, "embed", embedding)
         patch.setattr(Blend, "through_layers", counting)
-        there = engine(n_layers, store, DEVICE, hot_bytes=2**26)
+        there = engine(n_layers, store, device=DEVICE, hot_bytes=2**26)
         for _ in range(question):
             for counts in (launches, before, waits):
                 counts.clear()
