@@ -158,7 +158,7 @@ def delete_here(engine: Engine) -> None:
 def delete_elsewhere(engine: Engine) -> None:
     keys = [engine.key_of(text) for text in CHUNKS]
     folder = engine.store.path  # type: ignore[attr-defined]
-    assert other_process().submit(delete, folder, keys).result(60) == len(keys)
+    assert other_process().submit(delete, folder, keys).result(300) == len(keys)
 
 
 def evict(engine: Engine) -> None:
@@ -302,7 +302,7 @@ def test_exact_beginnings_are_hot_too_until_anything_is_deleted(tmp_path: Path) 
     reports = [ask() for _ in range(4)]
     assert [report.exact_tokens > 0 for report in reports] == [False, False, True, True]
     assert reports[-1].bytes_read == 0
-    other_process().submit(delete, tmp_path, [engine.key_of(CHUNKS[0])]).result(60)
+    other_process().submit(delete, tmp_path, [engine.key_of(CHUNKS[0])]).result(300)
     after = ask()
     assert (after.exact_tokens, after.reused, after.bytes_read) == (0, 2, 0)
 
