@@ -32,7 +32,7 @@ CHUNKS = [
     f"the {name} of number {name} is at the {name}, " * 4
     for name in ("mill", "inn", "quay", "barn", "ferry")
 ]
-PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
+PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn now?"
 FEW, MANY = 3, 7
 
 
