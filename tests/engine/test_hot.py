@@ -424,7 +424,7 @@ def test_a_step_without_memory_is_taken_back_and_tried_once_more(
 ) -> None:
     """It fails after lower layers have added their entries. Drafts would change the lengths."""
     asked = {"max_new_tokens": 12, "eviction": rule, "draft": 0}
-    expected = hot.generate(PROMPT, CHUNKS, **asked).text
+    expected = hot.generate(PROMPT, CHUNKS, **asked)
     layer, left = Model.layer, [1]
 
     def full(model: Model, index: int, *args: Any) -> Tensor:
@@ -434,7 +434,9 @@ def test_a_step_without_memory_is_taken_back_and_tried_once_more(
         return hidden
 
     monkeypatch.setattr(Model, "layer", full)
-    assert hot.generate(PROMPT, CHUNKS, **asked).text == expected
+    found = hot.generate(PROMPT, CHUNKS, **asked)
+    assert found.text == expected.text
+    assert found.report.decode_kv_bytes == expected.report.decode_kv_bytes, "no entry twice"
     assert not left and hot.chunks.hot.n_bytes == 0
 
 
