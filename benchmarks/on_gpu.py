@@ -301,7 +301,7 @@ def on_gpu(
     rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 3,
     answer_models: Annotated[
         str, typer.Option(help="Whose answers are compared: names and GGUF files.")
-    ] = "smollm2",
+    ] = "builtin,smollm2",
     output: Annotated[Path | None, typer.Option(help="File of rows (JSON lines).")] = None,
     dry_run: Annotated[bool, typer.Option(help="A tiny model on the CPU.")] = False,
 ) -> None:  # fmt: skip

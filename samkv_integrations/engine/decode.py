@@ -42,13 +42,15 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
     """One step of the model: logits (n, vocabulary) after each of the n next tokens of each answer.
 
     The weights are read once for all tokens; each answer attends to its own working cache. All
-    decoders are of one model.
+    decoders are of one model. A device that runs out of memory leaves the working caches as they
+    were, if they can take tokens back.
     """
     model, lengths = decoders[0].model, [len(each) for each in tokens]
     positions, rows = list[int](), list[WorkingCache]()
     for decoder, n_tokens in zip(decoders, lengths, strict=True):
         positions += range(decoder.position, decoder.position + n_tokens)
         rows += [decoder.cache] * n_tokens
+    before = [decoder.cache.lengths[:] for decoder in decoders]
     rotation = model.rotation(torch.tensor(positions))
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -62,11 +64,16 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
         return torch.cat(outputs, 2)
 
     # To the layers all tokens are of one sequence, which interact in attention only.
-    with model.decoding(len(rows)):
-        hidden = model.embed(torch.tensor([[token for each in tokens for token in each]]))
-        for layer in range(model.n_layers):
-            hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
-        logits = model.logits(hidden[0])
+    try:
+        with model.decoding(len(rows)):
+            hidden = model.embed(torch.tensor([[token for each in tokens for token in each]]))
+            for layer in range(model.n_layers):
+                hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
+            logits = model.logits(hidden[0])
+    except torch.OutOfMemoryError:
+        for decoder, of_layers in zip(decoders, before, strict=True):
+            decoder.cache.lengths = of_layers
+        raise
     for decoder, n_tokens in zip(decoders, lengths, strict=True):
         decoder.position += n_tokens
     return torch.split(logits, lengths)

@@ -604,10 +604,27 @@ class _Thread:
     def _step(self) -> bool:
         """Decode one token of each answer in the batch, and what can be drafted.
 
-        Returns False if there is no such answer.
+        If the device has no memory for it, each answer is tried once more, alone and without hot
+        chunks. Returns False if there is no such answer.
         """
         if not (batch := self._batch()):
             return False
+        if len(self.running) > len(batch):  # the others come first the next time
+            self.running = [each for each in self.running if each not in batch] + batch
+        if self._decode(batch):
+            return True
+        HotChunks.clear_all()
+        for answer in batch:
+            assert answer.decoder is not None
+            # what a rule evicts during a step cannot be taken back
+            if not (answer.decoder.cache.can_rewind and self._decode([answer])):
+                answer.fail(OutOfMemory.on(answer.request.model.device))
+                self.running.remove(answer)
+                answer.release()  # its memory, for the others
+        return True
+
+    def _decode(self, batch: list[RunningAnswer]) -> bool:
+        """A step of these answers; False, before any has changed, if the device has no memory."""
         self.pass_began = time.perf_counter()
         decoders, tokens = [], []
         try:
@@ -619,11 +636,8 @@ class _Thread:
                 tokens.append([answer.token, *drafted])
             began = time.perf_counter()
             logits = (decode if self.graphs is None else self.graphs.decode)(decoders, tokens)
-        except torch.OutOfMemoryError:  # a step that has begun cannot be repeated
-            HotChunks.clear_all()
-            for answer in batch:
-                answer.fail(OutOfMemory.on(answer.request.model.device))
-            return True
+        except torch.OutOfMemoryError:
+            return False
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)
@@ -640,6 +654,4 @@ class _Thread:
             # choosing a token takes long where a JSON schema rules out others
             own_s = time.perf_counter() - began
             self._charge(answer.owner, seconds / len(batch) + own_s)
-        if len(self.running) > len(batch):  # the others come first the next time
-            self.running = [each for each in self.running if each not in batch] + batch
         return True

@@ -65,10 +65,12 @@ class LayerEntries:
 class WorkingCache(ABC):
     """KV entries of one answer, layer by layer.
 
-    prompt_bytes: bytes of the prompt's entries, before any eviction.
+    prompt_bytes: bytes of the prompt's entries, before any eviction. lengths: entries of each layer
+    to which a step adds.
     """
 
     prompt_bytes: int = 0
+    lengths: list[int]
 
     @property
     @abstractmethod
@@ -98,9 +100,9 @@ class WorkingCache(ABC):
     def can_rewind(self) -> bool:
         """Whether tokens of the answer can be taken back: no rule has evicted anything for them."""
 
-    @abstractmethod
     def rewind(self, n_tokens: int) -> None:
         """Take back the last tokens that were added."""
+        self.lengths = [max(0, length - n_tokens) for length in self.lengths]
 
 
 def as_heads(entries: Tensor) -> Tensor:
@@ -267,9 +269,6 @@ class DenseCache(WorkingCache):
         (slot, n_rooms), *others = ends
         return slot if slot < n_rooms and not others else None
 
-    def rewind(self, n_tokens: int) -> None:
-        self.lengths = [max(0, length - n_tokens) for length in self.lengths]
-
     def is_context(self, layer: int) -> Tensor:
         """(G, S) bool: the entries of the context."""
         return self.context[layer][: self.lengths[layer], :, 0].T
@@ -366,6 +365,15 @@ class SparseCache(WorkingCache):
         self._lengths = [0] * n_layers
 
     @property
+    def lengths(self) -> list[int]:
+        """Of the layers with a small window, then of the others."""
+        return [*self._near.lengths, *self._lengths]
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._near.lengths, self._lengths = lengths[: self._n_layers], lengths[self._n_layers :]
+
+    @property
     def kv_bytes(self) -> int:
         rest = self._near.kv_bytes
         rest += sum(2 * keys[:n].nbytes for keys, n in zip(self._keys, self._lengths, strict=True))
@@ -418,10 +426,6 @@ class SparseCache(WorkingCache):
     @property
     def can_rewind(self) -> bool:
         return True
-
-    def rewind(self, n_tokens: int) -> None:
-        self._near.rewind(n_tokens)
-        self._lengths = [max(0, length - n_tokens) for length in self._lengths]
 
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float

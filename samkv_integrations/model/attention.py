@@ -134,10 +134,14 @@ def _suits_groups(n_rows: int, groups: int, n_heads: int, size: int) -> bool:
 
 
 def of_groups(mask: Tensor, n_heads: int, n_kv_heads: int, size: int) -> Tensor:
-    """The mask (R, S) as `attention` needs it on a device, for many layers: (H / G * R, S)."""
-    groups = n_heads // n_kv_heads
-    is_repeated = groups > 1 and mask.is_cuda and _suits_groups(len(mask), groups, n_heads, size)
-    return mask.repeat(groups, 1) if is_repeated else mask
+    """The mask (R, S) as `attention` needs it on a device, for many layers: (H / G * R, S).
+
+    Rows begin at multiples of 8 numbers: PyTorch copies other masks in every layer.
+    """
+    groups, n_keys = n_heads // n_kv_heads, mask.shape[1]
+    if groups > 1 and mask.is_cuda and _suits_groups(len(mask), groups, n_heads, size):
+        mask = mask.repeat(groups, 1)
+    return F.pad(mask, (0, -n_keys % 8))[:, :n_keys] if mask.is_cuda else mask
 
 
 _MANY_ROWS = 64

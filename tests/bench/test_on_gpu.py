@@ -26,7 +26,9 @@ def test_the_dry_run_measures_every_part(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rows = rows_in(file)
     assert not [row for row in rows if "error" in row or "skipped" in row]
-    assert list(dict.fromkeys(row["part"] for row in rows)) == list(on_gpu.PARTS)
+    parts = ["first", "where", "ingest", "later", "answers", "tests"]  # most important first
+    assert list(dict.fromkeys(row["part"] for row in rows)) == list(on_gpu.PARTS) == parts
+    assert sum(limit for limit, _ in on_gpu.PARTS.values()) <= 590, "they end in ten minutes"
     of_first = [row for row in rows if row["part"] == "first" and "where" in row]
     assert [row["where"] for row in of_first] == ["hot", "pinned", "disk", "plain"] * 2
     read = [row["bytes_read"] > 0 for row in of_first if row["where"] != "plain"]
@@ -53,7 +55,8 @@ def test_a_part_that_fails_or_is_too_slow_leaves_the_others(
         "stopped after 0.01 s",
         "stopped after 0.02 s",
     ]
-    assert "by nothing" in ran("on_gpu", "--dry-run", "--parts", "later")
+    told = ran("on_gpu", "--dry-run", "--parts", "later")
+    assert '"n": 1' in told and "by nothing" in told, "rows before the failure stay"
     assert "some of first, later" in run("on_gpu", "--parts", "first,last").stderr
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.engine.decode import Decoder, decode
-from samkv_integrations.engine.static_step import Graphs, StaticStep
+from samkv_integrations.engine.static_step import Graphs, StaticStep, captured
+from samkv_integrations.model.model import Model
 from tests.laws import test_device
 from tests.support.asking import ask
 from tests.support.covering import covering
@@ -105,10 +108,26 @@ def failing(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def wrong(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return lambda: run().roll(1, 1)
+    """It writes wrong entries, too."""
+
+    def replay() -> Tensor:
+        with mock.patch.object(Model, "embed", lambda model, ids: embed(model, ids).roll(1, -1)):
+            return run()
+
+    embed = Model.embed
+    return replay
 
 
-@pytest.mark.parametrize("capture", [failing, wrong])
+def empty(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """`captured`, by a driver that records nothing, such as that of another device."""
+    names = ("CUDAGraph", "Stream", "device", "stream", "graph")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
+        return captured(run)
+
+
+@pytest.mark.parametrize("capture", [failing, wrong, empty])
 def test_a_graph_that_fails_or_is_wrong_is_not_used(
     capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
     caplog: pytest.LogCaptureFixture,
