@@ -128,7 +128,8 @@ def of_a_layer(few: Counter[str], many: Counter[str]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("method", "most", "around"), [("epic", 53, 256), ("reuse", 47, 243), ("recompute", 24, 214)]
+    ("method", "most", "around"),
+    [("samkv-guided", 53, 300), ("epic", 53, 256), ("reuse", 47, 243), ("recompute", 24, 214)],
 )
 def test_operations_on_a_cpu(method: str, most: int, around: int):
     """Of each layer, and of all that is around the layers."""
@@ -140,7 +141,14 @@ def test_operations_on_a_cpu(method: str, most: int, around: int):
 
 @pytest.mark.parametrize(
     ("method", "question", "most"),
-    [("epic", 1, 24), ("epic", 2, 24), ("epic", 3, 24), ("reuse", 3, 24), ("recompute", 1, 22)],
+    [
+        ("samkv-guided", 3, 24),
+        ("epic", 1, 24),
+        ("epic", 2, 24),
+        ("epic", 3, 24),
+        ("reuse", 3, 24),
+        ("recompute", 1, 22),
+    ],
 )
 def test_launches_on_a_gpu(
     method: str, question: int, most: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
