@@ -80,7 +80,9 @@ def test_all_of_it_is_cached_in_one_go(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (other,) = engine.cache_chunks(["A chunk that no record references."])
+    (other,) = engine.cache_chunks(
+        ["A chunk that no record references, and that is long enough to be found."]
+    )
     with caplog.at_level(logging.WARNING, LOGGER):
         store = opened(filled, engine, cache_existing=True)
         opened(filled, engine)  # from now on there is nothing to warn of
