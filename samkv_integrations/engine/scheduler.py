@@ -221,6 +221,8 @@ class RunningAnswer:
         self.is_complete = True
         if self.decoder is not None:
             self._put("")  # the figures so far
+        if isinstance(error, torch.OutOfMemoryError):
+            error = OutOfMemory.on(self.request.model.device)
         self.pieces.put(error)
 
     def release(self) -> None:
@@ -618,7 +620,7 @@ class _Thread:
             assert answer.decoder is not None
             # what a rule evicts during a step cannot be taken back
             if not (answer.decoder.cache.can_rewind and self._decode([answer])):
-                answer.fail(OutOfMemory.on(answer.request.model.device))
+                answer.fail(torch.OutOfMemoryError())
                 self.running.remove(answer)
                 answer.release()  # its memory, for the others
         return True

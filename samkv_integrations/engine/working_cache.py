@@ -302,10 +302,11 @@ class DenseCache(WorkingCache):
     def _move(self, layer: int, first: int) -> None:
         """Move the entries from ``first`` on into new tensors with room for more."""
         n_entries = self.lengths[layer]
-        for side in self._sides:
-            moved = room_for(n_entries - first + 1, side[layer])
-            moved[: n_entries - first] = side[layer][first:n_entries]
-            side[layer] = moved
+        # all before any takes its place: a device may have no memory for the later ones
+        moved = [room_for(n_entries - first + 1, side[layer]) for side in self._sides]
+        for side, room in zip(self._sides, moved, strict=True):
+            room[: n_entries - first] = side[layer][first:n_entries]
+            side[layer] = room
         self.lengths[layer] = n_entries - first
 
     def evict(self, layer: int, slot: int | Tensor) -> None:

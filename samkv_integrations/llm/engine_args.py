@@ -129,7 +129,8 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
     """Raises InvalidOption if an argument contradicts the loaded model or engine."""
     is_type = source.device_map == model.device.type
     device = model.device.type if is_type else str(model.device)
-    of_model = {"device_map": device, "dtype": model.dtype_name, "weights": model.weights}
+    weights = "packed" if model.weights == "both" else model.weights
+    of_model = {"device_map": device, "dtype": model.dtype_name, "weights": weights}
     for name, value in {**facts, **of_model}.items():
         given = getattr(source, name)
         is_unset = given in (None, value) or (name == "model_name" and not given)

@@ -66,6 +66,9 @@ def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Te
     """
     ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
     asked: Tensor = torch.unique(layout.token_ids[layout.question])
+    asked = asked[torch.isin(asked, ids)]
+    if not len(asked):
+        return torch.zeros_like(given)
     place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
     is_asked = asked[place] == ids
     most_of_chunk = int(layout.chunk_lengths.max()) // size + 1

@@ -22,7 +22,7 @@ from samkv_integrations.cache.files import chunk_file
 from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.cache.formats.quantise import STORE_BITS
 from samkv_integrations.cache.hot import HotChunk
-from samkv_integrations.engine import scheduler
+from samkv_integrations.engine import scheduler, working_cache
 from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.report import Report
@@ -438,6 +438,28 @@ def test_a_step_without_memory_is_taken_back_and_tried_once_more(
     assert found.text == expected.text
     assert found.report.decode_kv_bytes == expected.report.decode_kv_bytes, "no entry twice"
     assert not left and hot.chunks.hot.n_bytes == 0
+
+
+def test_a_step_without_memory_for_a_larger_cache_is_tried_once_more(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of a layer have their new room, and the values have none."""
+    most = 128 - hot.count_tokens(PROMPT) % 128
+    asked = {"max_new_tokens": most + 8, "draft": 0, "eviction": "none"}
+    expected = hot.generate(PROMPT, CHUNKS, **asked).text
+    room_for, calls = working_cache.room_for, []
+
+    def full(n_entries: int, like: Tensor) -> Tensor:
+        calls.append(n_entries)
+        if len(calls) == 4:  # of the second layer that moves
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return room_for(n_entries, like)
+
+    with hot.stream(PROMPT, CHUNKS, **asked) as stream:
+        text = next(stream)
+        monkeypatch.setattr(working_cache, "room_for", full)
+        assert text + "".join(stream) == expected
+    assert len(calls) > 4
 
 
 def test_an_answer_that_has_no_memory_fails_alone(
