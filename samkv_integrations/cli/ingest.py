@@ -178,7 +178,7 @@ def ingest(
     skipped = [*found.skipped, *read.skipped]
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
     left_out += [f"not ingested: {one['id']}: {one['why']}" for one in failed]
-    for line in [*_first(left_out), *_notes(found)]:
+    for line in [*_first(left_out), *_notes(found, model)]:
         tables.console(stderr=True).print(line, soft_wrap=True)
     n_read = len({row["source"] for row in read.rows})
     row = {"files": n_read, **asdict(done), "collection": collection}
@@ -211,7 +211,12 @@ def _first(left_out: Sequence[str]) -> Iterator[str]:
         yield f"{len(left_out)} files and chunks were left out in all; --json names each"
 
 
-def _notes(found: Found) -> Iterator[str]:
+def _notes(found: Found, model: str) -> Iterator[str]:
+    if model == "builtin":
+        yield (
+            "the built-in model is for tests: it knows the sample documents only; for others give "
+            "--model, such as smollm2"
+        )
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
         yield f"files of other kinds were left out: {kinds}"
