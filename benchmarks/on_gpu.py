@@ -297,7 +297,7 @@ def on_gpu(
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(PARTS)}; or paper.")] = "",
     shape: own.Shape = "llama-3.1-8b", device: own.ShapeDevice = "cuda",
     cells: Annotated[str, typer.Option(help="Chunks x their tokens.")] = "10x1024,4x512",
-    method: Annotated[str, typer.Option(help="That is timed.")] = "epic",
+    method: Annotated[str, typer.Option(help="That is timed.")] = "samkv-guided",
     rounds: Annotated[int, typer.Option(help="That count; one more warms up.")] = 3,
     answer_models: Annotated[
         str, typer.Option(help="Whose answers are compared: names and GGUF files.")

@@ -145,9 +145,13 @@ class HotChunks:
                 stored.read_layers(0, [*entries])
                 self.keep(stored, entries)
 
+    def fits(self, stored: StoredChunk) -> bool:
+        """Whether there can be room for a chunk: it has a file, of at most ``max_bytes``."""
+        return isinstance(stored, ChunkFile) and stored.layout.size <= self.max_bytes
+
     def room_for(self, stored: StoredChunk) -> Tensor | None:
         """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""
-        if not isinstance(stored, ChunkFile) or stored.layout.size > self.max_bytes:
+        if not isinstance(stored, ChunkFile) or not self.fits(stored):
             return None
         with suppress(RuntimeError):  # no memory is left
             return self._empty(stored.layout.tensors["entries"].shape, torch.uint8)

@@ -124,7 +124,8 @@ class Context:
     def load(self, blocks: Tensor) -> None:
         """Read those of ``blocks`` (L, Nb) bool that were not read before. Raises ChunkLost.
 
-        If more than half of a chunk is missing, all of it is read in one sequential read.
+        If more than half of a chunk is missing, all of it is read in one sequential read. So is
+        a chunk that can be hot, so that later questions read nothing of it.
         """
         layout, missing = self.layout, blocks & ~self._loaded
         if not bool(missing.any()):
@@ -144,7 +145,8 @@ class Context:
                 continue
             tokens, of_chunk = layout.token_range[index], layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
-            if 2 * int(wanted.sum()) > wanted.numel():  # one long read beats many short ones
+            n_wanted = int(wanted.sum())  # one long read beats many short ones
+            if n_wanted and (2 * n_wanted > wanted.numel() or self._hot.fits(chunk)):
                 whole.setdefault(chunk, []).append(index)
                 wanted |= True  # marks them as loaded: a view of `missing`
                 continue
