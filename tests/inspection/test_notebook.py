@@ -18,11 +18,11 @@ def test_it_shows_what_it_says() -> None:
         "reference", "single-hop", "two-hop",
     ]  # fmt: skip
     ours, full = re.findall(r"prefill: (\w+), expected: (\w+)", answered)[0]
-    assert ours == full and answered.startswith(f"samkv-guided: {ours}, ")
+    assert ours == full and answered.startswith(f"epic: {ours}, ")
     lost = {tuple(line.split()[:2]): float(line.split()[-3]) for line in compared.splitlines()}
     assert len(lost) == 12
     for kind in ("reference", "single-hop", "two-hop"):
-        assert lost[kind, "samkv-guided"] < lost[kind, "reuse"]
+        assert lost[kind, "epic"] < lost[kind, "reuse"]
     reused, truth = re.findall(r"reuse: (\w+), full prefill: (\w+)", wrong)[0]
     assert reused != truth == full
     assert truth.startswith(re.findall(r">> ' (\d+)'", wrong)[0])  # the number, above all
