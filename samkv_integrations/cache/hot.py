@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -145,13 +145,13 @@ class HotChunks:
                 stored.read_layers(0, [*entries])
                 self.keep(stored, entries)
 
-    def fits(self, stored: StoredChunk) -> bool:
+    def fits(self, stored: StoredChunk) -> TypeGuard[ChunkFile]:
         """Whether there can be room for a chunk: it has a file, of at most ``max_bytes``."""
         return isinstance(stored, ChunkFile) and stored.layout.size <= self.max_bytes
 
     def room_for(self, stored: StoredChunk) -> Tensor | None:
         """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""
-        if not isinstance(stored, ChunkFile) or not self.fits(stored):
+        if not self.fits(stored):
             return None
         with suppress(RuntimeError):  # no memory is left
             return self._empty(stored.layout.tensors["entries"].shape, torch.uint8)
