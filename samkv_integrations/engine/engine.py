@@ -91,7 +91,8 @@ class Engine:
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
-            hot_bytes=hot_bytes, run=self.scheduler.run, on_change=self.prefixes.clear,
+            hot_bytes=hot_bytes, run=partial(self.scheduler.run, may_pause=True),
+            on_change=self.prefixes.clear,
         )  # fmt: skip
         self.exact_beginnings, self.hot_bytes = exact_beginnings, hot_bytes
         self._beginnings: Beginnings | None = None

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -44,6 +44,12 @@ AHEAD = 32
 """Pieces that an answer may be ahead of its reader; then it is paused."""
 
 FinishReason = Literal["stop", "length"]
+
+PASS_SHARE = 4
+"""A pass takes so many times as long as the steps that interrupt it."""
+
+LEAST_PART_S = 0.005
+"""Seconds of a pass between two interruptions, at least."""
 
 
 class Abandoned(Exception):
@@ -127,14 +133,18 @@ class RunningAnswer:
         self._decode_s = 0.0
         self._text = TextStream(request.model, request.settings.stop)
 
-    def begin(self) -> None:
-        """Compute the first token. Raises Abandoned if the reader leaves meanwhile."""
+    def begin(self, between_layers: Callable[[], None]) -> None:
+        """Compute the first token. Raises Abandoned if the reader leaves meanwhile.
+
+        between_layers: called before each layer.
+        """
         request, model = self.request, self.request.model
         began = time.perf_counter()
 
         def check() -> None:
             if self.is_abandoned:
                 raise Abandoned
+            between_layers()
 
         request.stages += (
             Stage(name="read", began=request.began, ended=request.asked),
@@ -286,10 +296,11 @@ class Scheduler:
 
     Between two decoding steps it does at most one longer piece of work: the first token of the next
     answer, or a call of `run`, after which the running answers of the same owner get as much time.
-    Several owners (see `OWNER`) share the time equally: none begins an answer beyond half of the
-    places of a batch, and an owner that has more answers than places alternates between them.
-    Answers of one owner begin in the order in which they came. An answer whose reader is `AHEAD`
-    pieces behind is paused, and its place goes to another one.
+    Steps go on between the layers of its passes, as does a first token of an owner that has used
+    less time. Several owners (see `OWNER`) share the time equally: none begins an answer beyond
+    half of the places of a batch, and an owner that has more answers than places alternates between
+    them. Answers of one owner begin in the order in which they came. An answer whose reader is
+    `AHEAD` pieces behind is paused, and its place goes to another one.
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
@@ -354,8 +365,11 @@ class Scheduler:
         if self._thread is not None:
             self._thread.mail.put(None)
 
-    def run(self, work: Callable[[], _Made]) -> _Made:
-        """Run ``work`` in the model's thread, without gradients; returns or raises what it does."""
+    def run(self, work: Callable[[], _Made], *, may_pause: bool = False) -> _Made:
+        """Run ``work`` in the model's thread, without gradients; returns or raises what it does.
+
+        may_pause: whether other answers go on between the layers of its passes.
+        """
         thread = self._running_thread()
         if threading.current_thread() is thread.thread:
             return work()
@@ -364,8 +378,10 @@ class Scheduler:
         def call() -> None:
             if not done.set_running_or_notify_cancel():
                 return
+            others = thread.between_layers
             try:
-                done.set_result(work())
+                with self.model.interruptible(others) if may_pause else nullcontext():
+                    done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
 
@@ -420,6 +436,15 @@ class _Work:
     call: Callable[[], None]
 
 
+@dataclass(kw_only=True)
+class _Doing:
+    """A longer piece of work that runs. seconds: charged to its owner, up to the time ``until``."""
+
+    letter: RunningAnswer | _Work
+    until: float
+    seconds: float = 0.0
+
+
 class _Thread:
     """The thread of a scheduler. It holds no reference to it, and ends when it is collected.
 
@@ -445,6 +470,9 @@ class _Thread:
         self._used: dict[str, float] = {}
         # seconds that an owner's `run` is ahead of its answers
         self._ahead: dict[str, float] = {}
+        self._doing: _Doing | None = None  # what may be interrupted
+        self._paused: _Doing | None = None  # what is interrupted now
+        self._step_ended, self._step_s = 0.0, 0.0  # of the last step
         self._is_stopped = False
         self.thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
         self.thread.start()
@@ -538,7 +566,10 @@ class _Thread:
         that has at least two places fewer than another.
         """
         limits, queue, batch = self._limits, self._queue, self._batch()
-        has_room = True
+        begun, has_room = [*self.running], True
+        if self._paused is not None and isinstance(self._paused.letter, RunningAnswer):
+            begun.append(self._paused.letter)
+            batch.append(self._paused.letter)
         n_running = Counter(each.owner for each in batch)
         fullest = max(n_running.values(), default=0)
         owners = {*n_running, *(each.owner for each in queue)}
@@ -557,8 +588,8 @@ class _Thread:
             if mine >= most or (len(batch) >= limits.max_batch and mine + 2 > fullest):
                 continue
             if has_room and (
-                limits.max_kv_bytes is None or not self.running
-                or sum(each.kv_bytes for each in (*self.running, letter)) <= limits.max_kv_bytes
+                limits.max_kv_bytes is None or not begun
+                or sum(each.kv_bytes for each in (*begun, letter)) <= limits.max_kv_bytes
             ):  # fmt: skip
                 return at
             has_room = False  # a smaller answer does not overtake
@@ -583,12 +614,15 @@ class _Thread:
             return False
         letter = self._queue[at]
         del self._queue[at]
-        self.pass_began = began = time.perf_counter()
+        self.pass_began = time.perf_counter()
+        doing = _Doing(letter=letter, until=self.pass_began)
+        if self._paused is None:  # else it is short enough, and is not interrupted itself
+            self._doing = doing
         if isinstance(letter, _Work):
             letter.call()
         else:
             try:
-                letter.begin()
+                letter.begin(self.between_layers)
             except BaseException as error:  # Abandoned, too, which nobody reads
                 self._end(letter)
                 letter.fail(error)
@@ -596,12 +630,45 @@ class _Thread:
                 with self.counting:
                     self.n_waiting -= Counter([letter.owner])
                     self.running.append(letter)
-        self.pass_began = None
-        seconds = time.perf_counter() - began
-        self._charge(letter.owner, seconds)
+        self.pass_began = self._doing = None
+        self._account(doing)
         if isinstance(letter, _Work):
-            self._ahead[letter.owner] = seconds
+            self._ahead[letter.owner] = doing.seconds
         return True
+
+    def _account(self, doing: _Doing) -> None:
+        """Charge the time since ``doing.until`` to its owner."""
+        now = time.perf_counter()
+        self._charge(doing.letter.owner, now - doing.until)
+        doing.seconds += now - doing.until
+        doing.until = now
+
+    def between_layers(self) -> None:
+        """Let other answers go on for a moment, while a longer piece of work runs.
+
+        A first token comes first if its owner has used less time than that of the work. Then comes
+        a step: if that holds for one of its answers, or if the last step is `PASS_SHARE` times its
+        own seconds ago.
+        """
+        doing, now = self._doing, time.perf_counter()
+        if doing is None or now - doing.until < LEAST_PART_S:
+            return
+        self._account(doing)
+        self._doing, self._paused, pass_began = None, doing, self.pass_began
+        try:
+            self._read_mail(wait=False)
+            self._drop()
+            used = self._start_of(doing.letter.owner)
+            at = self._next()
+            if at is not None and isinstance(self._queue[at], RunningAnswer):
+                if self._start_of(self._queue[at].owner) < used:
+                    self._do_next()
+            is_due = now - self._step_ended > PASS_SHARE * self._step_s
+            if is_due or any(self._start_of(each.owner) < used for each in self._batch()):
+                self._step()
+        finally:
+            self._doing, self._paused, self.pass_began = doing, None, pass_began
+            doing.until = time.perf_counter()
 
     def _step(self) -> bool:
         """Decode one token of each answer in the batch, and what can be drafted.
@@ -646,7 +713,8 @@ class _Thread:
             return True
         finally:
             self.pass_began = None
-        seconds = time.perf_counter() - began
+        self._step_ended = time.perf_counter()
+        self._step_s = seconds = self._step_ended - began
         for answer, (_, *drafted), of_one in zip(batch, tokens, logits, strict=True):
             began = time.perf_counter()
             try:

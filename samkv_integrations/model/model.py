@@ -411,12 +411,28 @@ class Model:
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """Have the layers of this thread's passes call ``check`` first, which may raise."""
+        """Have the layers of this thread's passes call ``check`` first.
+
+        It may raise, which ends the pass, and it may run other passes.
+        """
         self._passing.check = check
         try:
             yield
         finally:
             del self._passing.check
+
+    @contextmanager
+    def _between_passes(self) -> Iterator[None]:
+        """A block in which other passes do not take the state of one that this thread runs."""
+        of_thread = self._passing.__dict__
+        state = dict(of_thread)
+        of_thread.clear()
+        try:
+            with packed_products(active=False):
+                yield
+        finally:
+            of_thread.clear()
+            of_thread.update(state)
 
     def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
@@ -427,7 +443,8 @@ class Model:
         if hidden.device != self.layer_devices[index]:
             hidden = hidden.to(self.layer_devices[index])
         if (check := getattr(self._passing, "check", None)) is not None:
-            check()
+            with self._between_passes():
+                check()
         if getattr(self._passing, "is_packed", False):
             packed = self._packed_layers[index]
             return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)

@@ -210,6 +210,33 @@ class TestModels:
             assert torch.allclose(found, expected, rtol=0, atol=0 if dtype == "bfloat16" else 1e-5)
             assert not torch.equal(found, model.layer(0, hidden, cos, sin, attend))
 
+    def test_a_pass_between_the_layers_of_another(self, llama: Path) -> None:
+        model = load(llama, weights="packed", dtype="bfloat16")
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            return model.attention(layer, query, key, value, scaling, None, True)
+
+        def passed(n_tokens: int) -> Tensor:
+            hidden = model.embed(torch.arange(n_tokens)[None])
+            rotation = model.rotation(torch.arange(n_tokens))
+            for layer in range(model.n_layers):
+                hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
+            return hidden
+
+        between: list[Tensor] = []
+        with torch.no_grad():
+            exact = passed(5)
+            with model.short_pass(3):
+                short = passed(3)
+            with (
+                model.interruptible(lambda: between.append(passed(5))),
+                model.short_pass(3),
+            ):
+                assert torch.equal(passed(3), short)
+            assert not torch.equal(passed(3), short)  # which was computed by packed weights
+        assert len(between) == model.n_layers
+        assert all(torch.equal(each, exact) for each in between)
+
     def test_changed_weights_are_decoded_with(self, llama: Path) -> None:
         model = load(llama, dtype="bfloat16")
         ids = torch.arange(3, 4)[None]

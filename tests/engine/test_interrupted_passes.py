@@ -1,0 +1,188 @@
+"""Between the layers of a long pass other answers go on, and every answer stays the same."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+import torch
+
+from samkv_integrations import Engine
+from samkv_integrations.engine import scheduler as module
+from samkv_integrations.engine.scheduler import OWNER, Limits, Scheduler
+from samkv_integrations.eviction import EVICTIONS
+from samkv_integrations.methods import METHODS
+from samkv_integrations.model.model import Model
+from tests.support.covering import covering
+from tests.support.models import tiny_model
+from tests.support.processes import wait_until
+from tests.support.served import TEXTS
+from tests.support.steps import PATIENCE_S
+
+PROMPTS = [
+    "Read.\n\n" + "\n\n".join(TEXTS[place % 3 :]) + f"\n\nQ{place}: what?\nA:" for place in range(4)
+]
+OTHER_TEXTS = [text[::-1] for text in TEXTS]
+
+
+class Passes:
+    """What happens inside passes, which are interrupted before each layer.
+
+    events: the layer of a pass, ``step`` or ``first``, in the order in which they begin.
+    on_layer: called in a pass of several tokens, before its layer's check.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[int | str] = []
+        self.on_layer: Callable[[int], None] = lambda layer: None
+        monkeypatch.setattr(module, "LEAST_PART_S", 0.0)
+        monkeypatch.setattr(module, "PASS_SHARE", 0)
+        decode, first_token, layer = module.decode, module.first_token, Model.layer
+
+        def counted_step(*given: Any) -> Any:
+            self.events.append("step")
+            return decode(*given)
+
+        def counted_first(request: Any) -> Any:
+            self.events.append("first")
+            return first_token(request)
+
+        def counted_layer(
+            model: Model, index: int, hidden: torch.Tensor, *given: Any
+        ) -> torch.Tensor:
+            if hidden.shape[1] > 1:
+                self.events.append(index)
+                self.on_layer(index)
+            return layer(model, index, hidden, *given)
+
+        monkeypatch.setattr(module, "decode", counted_step)
+        monkeypatch.setattr(module, "first_token", counted_first)
+        monkeypatch.setattr(module, "MOST_ROWS", 1)  # a step is a token
+        monkeypatch.setattr(Model, "layer", counted_layer)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    return Passes(monkeypatch)
+
+
+def as_owner(
+    owner: str, threads: ThreadPoolExecutor, call: Any, *given: Any, **options: Any
+) -> Any:
+    context = copy_context()
+    context.run(OWNER.set, owner)
+    return threads.submit(context.run, call, *given, **options)
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """A block in which the model's thread begins nothing."""
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        go_on.wait(PATIENCE_S)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(engine.scheduler.run, hold)
+        is_held.wait(PATIENCE_S)
+        yield
+        go_on.set()
+
+
+def all_at_once(engine: Engine, **options: Any) -> list[str]:
+    """The answers to `PROMPTS`, all of which wait before the first one begins."""
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        with held(engine):
+            asked = [threads.submit(engine.generate, each, **options) for each in PROMPTS]
+            wait_until(lambda: engine.scheduler.load.waiting == len(PROMPTS), "they wait")
+        return [each.result(PATIENCE_S).text for each in asked]
+
+
+@pytest.mark.parametrize(("method", "rule"), covering(list(METHODS), [None, *EVICTIONS]))
+def test_answers_are_those_of_one_by_one(method: str, rule: str | None, passes: Passes) -> None:
+    options = {"method": method, "eviction": rule, "max_new_tokens": 16}
+    one = Engine(
+        tiny_model("qwen2"), block_size=8, store_bits=8,
+        scheduler=Scheduler(tiny_model("qwen2"), Limits(max_batch=1)),
+    )  # fmt: skip
+    one.cache_chunks(TEXTS)
+    alone = [one.generate(prompt, **options).text for prompt in PROMPTS]
+    many = Engine(one.model, one.store, block_size=8, store_bits=8)
+    passes.events.clear()
+    assert all_at_once(many, **options) == alone
+    events = passes.events
+    inside = [here for before, here in zip(events, events[1:], strict=False) if before == 1]
+    assert "step" in inside  # behind the second layer of a pass, not behind its last
+
+
+def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
+    engine.cache_chunks(TEXTS)
+    alone = engine.generate(PROMPTS[0], max_new_tokens=100).text
+    with ThreadPoolExecutor(2) as threads:
+        with held(engine):
+            asked = threads.submit(engine.generate, PROMPTS[0], max_new_tokens=100)
+            wait_until(lambda: engine.scheduler.load.waiting == 1, "it waits")
+            passes.events.clear()
+            cached = threads.submit(engine.cache_chunks, OTHER_TEXTS)
+            mail = engine.scheduler._running_thread().mail  # noqa: SLF001
+            wait_until(lambda: mail.qsize() == 2, "both wait")
+        assert asked.result(PATIENCE_S).text == alone
+        cached.result(PATIENCE_S)
+    of_chunks = passes.events.index(0, passes.events.index("step"))
+    assert "step" in passes.events[of_chunks : passes.events.index(1, of_chunks)]
+    assert all(map(engine.is_cached, OTHER_TEXTS))
+
+
+@pytest.mark.parametrize(("owner", "is_inside"), [("few", True), ("many", False)])
+def test_an_owner_of_less_time_does_not_wait_for_the_pass_of_another(
+    owner: str, is_inside: bool, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse", prefix_bytes=0)
+    engine.cache_chunks(TEXTS)
+    alone = [engine.generate(prompt, max_new_tokens=4).text for prompt in PROMPTS[:2]]
+    passes.events.clear()
+    second: list[Future[Any]] = []
+
+    def ask(layer: int) -> None:
+        if layer == 1 and not second:
+            asked = as_owner(owner, threads, engine.generate, PROMPTS[1], max_new_tokens=4)
+            second.append(asked)
+            wait_until(lambda: engine.scheduler.load.waiting == 2, "it waits")
+
+    passes.on_layer = ask
+    with ThreadPoolExecutor(2) as threads:
+        first = as_owner("many", threads, engine.generate, PROMPTS[0], max_new_tokens=4)
+        answers = [first.result(PATIENCE_S).text, second[0].result(PATIENCE_S).text]
+    assert answers == alone
+    n_layers = engine.model.n_layers
+    of_first = [0, 1, "first"] if is_inside else [0, 1, *range(2, n_layers)]
+    assert passes.events[1 : len(of_first) + 1] == of_first
+
+
+def test_both_passes_count_for_the_limit_of_memory(passes: Passes) -> None:
+    model = tiny_model("llama")
+    n_tokens = len(model.tokenize(PROMPTS[0], special=True)) + 8
+    limits = Limits(max_kv_bytes=math.ceil(1.5 * n_tokens * model.token_kv_bytes))
+    engine = Engine(model, block_size=8, method="reuse", scheduler=Scheduler(model, limits))
+    engine.cache_chunks(TEXTS)
+    passes.events.clear()
+
+    def ask(layer: int) -> None:
+        if layer == 1 and len(asked) == 1:
+            asked.append(as_owner("few", threads, engine.generate, PROMPTS[3], max_new_tokens=4))
+            wait_until(lambda: engine.scheduler.load.waiting == 2, "it waits")
+
+    passes.on_layer = ask
+    asked: list[Any] = []
+    with ThreadPoolExecutor(2) as threads:
+        asked.append(as_owner("many", threads, engine.generate, PROMPTS[0], max_new_tokens=4))
+        assert asked[0].result(PATIENCE_S).text and asked[1].result(PATIENCE_S).text
+    assert "first" not in passes.events[1 : engine.model.n_layers]
