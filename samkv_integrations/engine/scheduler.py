@@ -110,18 +110,19 @@ class RunningAnswer:
 
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
-    owner: who asks, see `OWNER`. pieces: for the reader; the first one is empty and comes with the
-    first token. is_complete: the last piece has been put.
-    is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
-    the first; None before it and at the end. lookup: drafts tokens; None if nothing is drafted.
-    token: the next input of the model.
+    owner: who asks, see `OWNER`. n_prompt: tokens of the prompt. pieces: for the reader; the first
+    one is empty and comes with the first token. is_complete: the last piece has been put.
+    is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after the first;
+    None before it and at the end. lookup: drafts tokens; None if nothing is drafted. token: the
+    next input of the model.
     """
 
     _report: Report  # of the first token
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
-        n_entries = len(request.resolved.token_ids) + request.capacity
+        self.n_prompt = len(request.resolved.token_ids)
+        n_entries = self.n_prompt + request.capacity
         self.kv_bytes = n_entries * request.model.token_kv_bytes  # at most
         self.pieces = Pieces()
         self.is_complete = self.is_abandoned = False
@@ -296,11 +297,12 @@ class Scheduler:
 
     Between two decoding steps it does at most one longer piece of work: the first token of the next
     answer, or a call of `run`, after which the running answers of the same owner get as much time.
-    Steps go on between the layers of its passes, as does a first token of an owner that has used
-    less time. Several owners (see `OWNER`) share the time equally: none begins an answer beyond
-    half of the places of a batch, and an owner that has more answers than places alternates between
-    them. Answers of one owner begin in the order in which they came. An answer whose reader is
-    `AHEAD` pieces behind is paused, and its place goes to another one.
+    Steps go on between the layers of its passes. A first token comes there, too, if its owner has
+    used less time, and its prompt is at most half as long. Several owners (see `OWNER`) share the
+    time equally: none begins an answer beyond half of the places of a batch, and an owner that has
+    more answers than places alternates between them. Answers of one owner begin in the order in
+    which they came. An answer whose reader is `AHEAD` pieces behind is paused, and its place goes
+    to another one.
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
@@ -615,9 +617,7 @@ class _Thread:
         letter = self._queue[at]
         del self._queue[at]
         self.pass_began = time.perf_counter()
-        doing = _Doing(letter=letter, until=self.pass_began)
-        if self._paused is None:  # else it is short enough, and is not interrupted itself
-            self._doing = doing
+        self._doing = doing = _Doing(letter=letter, until=self.pass_began)
         if isinstance(letter, _Work):
             letter.call()
         else:
@@ -646,29 +646,37 @@ class _Thread:
     def between_layers(self) -> None:
         """Let other answers go on for a moment, while a longer piece of work runs.
 
-        A first token comes first if its owner has used less time than that of the work. Then comes
-        a step: if that holds for one of its answers, or if the last step is `PASS_SHARE` times its
-        own seconds ago.
+        A first token comes first if its owner has used less time than that of the work, and if it
+        is short: the work goes on behind it. Then comes a step: if one of its owners has used less
+        time, or if the last step is `PASS_SHARE` times its own seconds ago.
         """
         doing, now = self._doing, time.perf_counter()
         if doing is None or now - doing.until < LEAST_PART_S:
             return
         self._account(doing)
-        self._doing, self._paused, pass_began = None, doing, self.pass_began
+        outer, pass_began = self._paused, self.pass_began
+        self._doing, self._paused = None, doing
         try:
             self._read_mail(wait=False)
             self._drop()
             used = self._start_of(doing.letter.owner)
-            at = self._next()
-            if at is not None and isinstance(self._queue[at], RunningAnswer):
-                if self._start_of(self._queue[at].owner) < used:
-                    self._do_next()
+            if outer is None and self._may_interrupt(doing.letter, used):
+                self._do_next()
             is_due = now - self._step_ended > PASS_SHARE * self._step_s
             if is_due or any(self._start_of(each.owner) < used for each in self._batch()):
                 self._step()
         finally:
-            self._doing, self._paused, self.pass_began = doing, None, pass_began
+            self._doing, self._paused, self.pass_began = doing, outer, pass_began
             doing.until = time.perf_counter()
+
+    def _may_interrupt(self, doing: RunningAnswer | _Work, used: float) -> bool:
+        """Whether what comes next is a first token, of less time and of a prompt half as long."""
+        if (at := self._next()) is None:
+            return False
+        letter = self._queue[at]
+        if not isinstance(letter, RunningAnswer) or self._start_of(letter.owner) >= used:
+            return False
+        return not isinstance(doing, RunningAnswer) or 2 * letter.n_prompt <= doing.n_prompt
 
     def _step(self) -> bool:
         """Decode one token of each answer in the batch, and what can be drafted.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +27,7 @@ from tests.support.steps import PATIENCE_S
 PROMPTS = [
     "Read.\n\n" + "\n\n".join(TEXTS[place % 3 :]) + f"\n\nQ{place}: what?\nA:" for place in range(4)
 ]
+LONG = " ".join(f"{number} is a number." for number in range(40))
 OTHER_TEXTS = [text[::-1] for text in TEXTS]
 
 
@@ -141,25 +141,28 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
     assert all(map(engine.is_cached, OTHER_TEXTS))
 
 
-@pytest.mark.parametrize(("owner", "is_inside"), [("few", True), ("many", False)])
-def test_an_owner_of_less_time_does_not_wait_for_the_pass_of_another(
-    owner: str, is_inside: bool, passes: Passes, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "prompt", "is_inside"),
+    [("few", PROMPTS[1], True), ("many", PROMPTS[1], False), ("few", LONG, False)],
+)
+def test_an_owner_of_less_time_does_not_wait_for_a_longer_pass_of_another(
+    owner: str, prompt: str, is_inside: bool, passes: Passes
 ) -> None:
     engine = Engine(tiny_model("llama"), block_size=8, method="reuse", prefix_bytes=0)
     engine.cache_chunks(TEXTS)
-    alone = [engine.generate(prompt, max_new_tokens=4).text for prompt in PROMPTS[:2]]
+    alone = [engine.generate(each, max_new_tokens=4).text for each in (LONG, prompt)]
     passes.events.clear()
     second: list[Future[Any]] = []
 
     def ask(layer: int) -> None:
         if layer == 1 and not second:
-            asked = as_owner(owner, threads, engine.generate, PROMPTS[1], max_new_tokens=4)
+            asked = as_owner(owner, threads, engine.generate, prompt, max_new_tokens=4)
             second.append(asked)
             wait_until(lambda: engine.scheduler.load.waiting == 2, "it waits")
 
     passes.on_layer = ask
     with ThreadPoolExecutor(2) as threads:
-        first = as_owner("many", threads, engine.generate, PROMPTS[0], max_new_tokens=4)
+        first = as_owner("many", threads, engine.generate, LONG, max_new_tokens=4)
         answers = [first.result(PATIENCE_S).text, second[0].result(PATIENCE_S).text]
     assert answers == alone
     n_layers = engine.model.n_layers
@@ -169,20 +172,20 @@ def test_an_owner_of_less_time_does_not_wait_for_the_pass_of_another(
 
 def test_both_passes_count_for_the_limit_of_memory(passes: Passes) -> None:
     model = tiny_model("llama")
-    n_tokens = len(model.tokenize(PROMPTS[0], special=True)) + 8
-    limits = Limits(max_kv_bytes=math.ceil(1.5 * n_tokens * model.token_kv_bytes))
+    n_tokens = len(model.tokenize(LONG, special=True)) + 8
+    limits = Limits(max_kv_bytes=n_tokens * model.token_kv_bytes)
     engine = Engine(model, block_size=8, method="reuse", scheduler=Scheduler(model, limits))
     engine.cache_chunks(TEXTS)
     passes.events.clear()
 
     def ask(layer: int) -> None:
         if layer == 1 and len(asked) == 1:
-            asked.append(as_owner("few", threads, engine.generate, PROMPTS[3], max_new_tokens=4))
+            asked.append(as_owner("few", threads, engine.generate, PROMPTS[2], max_new_tokens=4))
             wait_until(lambda: engine.scheduler.load.waiting == 2, "it waits")
 
     passes.on_layer = ask
     asked: list[Any] = []
     with ThreadPoolExecutor(2) as threads:
-        asked.append(as_owner("many", threads, engine.generate, PROMPTS[0], max_new_tokens=4))
+        asked.append(as_owner("many", threads, engine.generate, LONG, max_new_tokens=4))
         assert asked[0].result(PATIENCE_S).text and asked[1].result(PATIENCE_S).text
     assert "first" not in passes.events[1 : engine.model.n_layers]
