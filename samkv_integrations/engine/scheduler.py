@@ -56,6 +56,10 @@ class Abandoned(Exception):
     """Nobody reads the answer any more; raised inside a pass to end it."""
 
 
+class NothingCame(Exception):
+    """The time in which a reader waits for a piece is over."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """Text that is final, empty in the first and the last piece, and the report up to there.
@@ -71,7 +75,7 @@ class Piece:
 class Pieces:
     """A queue from the model's thread to the single reader of an answer, a thread or a task.
 
-    `put` never blocks. Reading waits at most ``timeout`` seconds, then raises TimeoutError; it
+    `put` never blocks. Reading waits at most ``timeout`` seconds, then raises NothingCame; it
     raises an error that was put.
     """
 
@@ -90,7 +94,10 @@ class Pieces:
 
     def next(self, timeout: float | None = None) -> Piece:
         """The next piece."""
-        item = self._items[0].result(timeout)
+        try:
+            item = self._items[0].result(timeout)
+        except TimeoutError:
+            raise NothingCame from None
         self._items.popleft()
         if isinstance(item, BaseException):
             raise item
@@ -101,7 +108,10 @@ class Pieces:
         coming = self._items[0]
         if not coming.done():
             # shielded: cancelling the task must not cancel the piece
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(coming)), timeout)
+            try:
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(coming)), timeout)
+            except TimeoutError:
+                raise NothingCame from None
         return self.next()
 
 

@@ -22,6 +22,7 @@ from samkv_integrations.engine.scheduler import (
     AHEAD,
     OWNER,
     FinishReason,
+    NothingCame,
     Piece,
     RunningAnswer,
     Scheduler,
@@ -137,16 +138,14 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         if piece.finish_reason is not None:
             self._end()
         elif (left := self._left()) is not None and left < 0:
-            raise TimeoutError
+            raise NothingCame
         return piece.text
 
     def _fail(self, error: BaseException) -> NoReturn:
-        timeout, passed = self._request.settings.timeout, time.perf_counter() - self._request.began
-        # not one of the model's thread, such as of a network drive; clocks differ a little
-        if isinstance(error, TimeoutError) and timeout is not None and passed > timeout - 0.1:
+        if isinstance(error, NothingCame):
             error = TimedOut(
-                f"timeout={timeout}: the answer was not complete after that many seconds; give "
-                "more, or ask for fewer tokens"
+                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
+                "many seconds; give more, or ask for fewer tokens"
             )
             error.__suppress_context__ = True
         if not self._is_over:
