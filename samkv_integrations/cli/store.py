@@ -222,9 +222,7 @@ def push(caches: Caches, as_json: args.Json = False) -> None:
 
     store = caches.store(is_new=False)
     done = push_caches(store, progress=True)
-    tables.report(
-        "store push", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
-    )
+    tables.report("store push", None, [asdict(done)], as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
 
@@ -243,9 +241,7 @@ def pull(
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
     store = caches.store()
     done = pull_caches(store, max_bytes=limit, progress=True)
-    tables.report(
-        "store pull", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
-    )
+    tables.report("store pull", None, [asdict(done)], as_json=as_json)
 
 
 app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)

@@ -35,14 +35,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def report(
-    command: str, model: str | None, rows: Iterable[Row], *shown: Table | str, as_json: bool,
+    command: str, model: str | None, rows: Sequence[Row], *shown: Table | str, as_json: bool,
     more: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write the result of a command: the object of ``--json``, see `to_json`, or ``shown``."""
+    """Write the result of a command: the object of ``--json``, see `to_json`, or ``shown``.
+
+    Without ``shown`` people see the rows as a table.
+    """
     if as_json:
         typer.echo(to_json(command, model, rows, more))
         return
-    for each in shown:
+    for each in shown or [rows_table(rows)]:
         console().print(each, soft_wrap=isinstance(each, str))
 
 
