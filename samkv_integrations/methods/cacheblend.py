@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method, RecomputeFrom
-from samkv_integrations.methods.scoring import top_tokens
+from samkv_integrations.methods.base import Checked, Method, RecomputeFrom, top_tokens
 from samkv_integrations.prompt.layout import Layout
 
 
