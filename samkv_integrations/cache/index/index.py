@@ -92,10 +92,11 @@ class Entry:
 
     @classmethod
     def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
+        layout = FileLayout.of(chunk.fingerprint, chunk.n_tokens, namespace, chunk.text)
         return cls(
             fingerprint=chunk.fingerprint, key=chunk.key, namespace=namespace, text=chunk.text,
-            token_ids=chunk.token_ids.tolist(), used_at=time.time(),
-            n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key),
+            token_ids=chunk.token_ids.tolist(), n_bytes=layout.file_size(chunk.key),
+            used_at=time.time(),
         )  # fmt: skip
 
     @classmethod
