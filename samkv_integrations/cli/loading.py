@@ -289,11 +289,6 @@ class Index(Collections):
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
 
-    def link(self, collection: str | None, **options: Unpack[OwnEngineOptions]) -> ChromaLink:
-        """One collection, see `collection` and `links`."""
-        (link,) = self.links([self.collection(collection)], **options)
-        return link
-
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
 
