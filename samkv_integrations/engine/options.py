@@ -90,13 +90,6 @@ def check_stop(stop: object) -> None:
             raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
 
 
-def is_size(n_bytes: object) -> bool:
-    """Whether it is a number of bytes, or 0 for none."""
-    return type(n_bytes) is int and n_bytes >= 0
-
-
-SIZE = "a whole number of bytes, 0 for none"
-
 # -- options -----------------------------------------------------------------------------------
 
 
@@ -193,8 +186,12 @@ class OwnEngineOptions(TypedDict, total=False):
     first chunk after it is exact."""
     prefix_bytes: Annotated[
         int,
-        Option(default=2**28, allows=is_size, bounds=SIZE, in_llms=False, flag=False),
-    ]
+        Option(
+            default=2**28, in_llms=False, flag=False,
+            allows=lambda n: type(n) is int and n >= 0,
+            bounds="a whole number of bytes, 0 for none",
+        ),
+    ]  # fmt: skip
     """Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, documents
     that were computed in full), which later prompts reuse; 0 for none."""
     exact_beginnings: Annotated[bool, Option(default=True)]
