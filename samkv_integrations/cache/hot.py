@@ -19,8 +19,7 @@ from torch import Tensor
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout
 from samkv_integrations.cache.index.index import Place
-from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.cache.store import Store, StoredChunk
+from samkv_integrations.cache.store import MemoryChunk, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 
 _HOST = torch.device("cpu")

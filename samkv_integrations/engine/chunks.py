@@ -31,8 +31,7 @@ from samkv_integrations.cache.files.chunk_file import FileLayout
 from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.index.index import bytes_of
-from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.cache.store import Outage, Store, StoredChunk
+from samkv_integrations.cache.store import MemoryChunk, Outage, Store, StoredChunk
 from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.prefill import (
     Before,
