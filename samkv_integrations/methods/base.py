@@ -282,11 +282,6 @@ class Method:
     def needs(self) -> frozenset[str]:
         return self.select.needs | self.recompute.needs
 
-    @property
-    def way(self) -> str:
-        """``Report.ran`` of an answer that uses caches."""
-        return self.else_way or self.name
-
 
 def check_ratio(name: str, value: float | None) -> None:
     """Raise InvalidOption unless ``value`` is a share between 0 and 1."""
@@ -298,13 +293,12 @@ MOST_TOKENS = 2**31
 """Limit of any count: beyond all context windows, and within the range of tensors' integers."""
 
 
-def check_count(name: str, value: int, at_least: int = 0) -> None:
-    """Raise InvalidOption unless ``value`` is a whole number from ``at_least`` to `MOST_TOKENS`."""
+def check_count(name: str, value: int) -> None:
+    """Raise InvalidOption unless ``value`` is a whole number from 0 to `MOST_TOKENS`."""
     if not isinstance(value, int) or isinstance(value, bool) or value > MOST_TOKENS:
         raise InvalidOption(f"{name}={value!r}; it must be a whole number, at most {MOST_TOKENS}")
-    if value < at_least:
-        least = "0 or more" if at_least == 0 else f"at least {at_least}"
-        raise InvalidOption(f"{name}={value}; it must be {least}")
+    if value < 0:
+        raise InvalidOption(f"{name}={value}; it must be 0 or more")
 
 
 def option_names(method: Method) -> tuple[str, ...]:
