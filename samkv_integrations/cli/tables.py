@@ -88,12 +88,6 @@ def _cell(name: str, value: object) -> str:
     return "-" if value is None else str(value) or "''"
 
 
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """A markdown table. The first ``left`` columns are left-aligned words, the others figures."""
-    rule = ["---"] * left + ["---:"] * (len(columns) - left)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
-
-
 def comparison_table(rows: Sequence[Row]) -> Table:
     """The answers to one question, with a row for each method."""
     columns = (
