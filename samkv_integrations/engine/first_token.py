@@ -331,7 +331,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     uses_cache = plan.blocks.any(0)[layout.block_of_token] | ~again.all(0)
     reused = set(of_context[uses_cache & ~made_now].tolist())
     in_memory = {number for number in from_memory if not is_new[number]}
-    ran = choice.method.else_way or choice.method.name
+    ran = choice.method.way
     if choice.whole:
         ran = "prefix" if choice.held else "recompute"
     return Report(

@@ -27,8 +27,6 @@ class A3Recompute(RecomputeFrom):
     is ``eviction="snapkv"``.
     """
 
-    ratio: float = 0.15
-
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         _, n_rows, dim = checked.queries.shape
         queries = checked.queries.float().reshape(checked.keys.shape[1], -1, n_rows, dim)

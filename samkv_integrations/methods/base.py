@@ -282,6 +282,11 @@ class Method:
     def needs(self) -> frozenset[str]:
         return self.select.needs | self.recompute.needs
 
+    @property
+    def way(self) -> str:
+        """``Report.ran`` of an answer that uses caches."""
+        return self.else_way or self.name
+
 
 def check_ratio(name: str, value: float | None) -> None:
     """Raise InvalidOption unless ``value`` is a share between 0 and 1."""

@@ -27,8 +27,6 @@ class CacheblendRecompute(RecomputeFrom):
     the check layer the code computes queries of the chosen tokens only; here of all tokens.
     """
 
-    ratio: float = 0.15
-
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         _, cached = checked.cached()
         deviation = (checked.values.float() - cached.float()).square().sum((1, 2))
