@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks.commands import markdown_table as table
 from benchmarks.run_settings import hardware
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.engine.report import Report
 from samkv_integrations.formatting import to_json
 from samkv_integrations.model.loading import load_model

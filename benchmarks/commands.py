@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import typer.core
 from samkv_integrations import formatting
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.loading import use_threads_for, words
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.formatting import Row
 from samkv_integrations.methods import METHODS
@@ -73,6 +72,12 @@ def loaded_model(model: str, device: str, dtype: str) -> Model:
 def write(text: str, file: Path) -> None:
     """Write to ``file``, or to standard output if it is `STDOUT`."""
     typer.echo(text) if file == STDOUT else file.write_text(text + "\n", "utf-8")
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """A markdown table. The first ``left`` columns are left-aligned words, the others figures."""
+    rule = ["---"] * left + ["---:"] * (len(columns) - left)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
 def time_table(columns: Sequence[str], rows: Sequence[Row]) -> str:

@@ -20,13 +20,12 @@ from typing import Annotated
 import typer
 from tqdm.auto import tqdm
 
-from benchmarks.commands import STDOUT, command_line, write
+from benchmarks.commands import STDOUT, command_line, markdown_table, write
 from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation import Paired, is_right

@@ -20,7 +20,7 @@ from benchmarks import options as own
 from benchmarks.commands import command_line, counts, loaded_model, time_table
 from benchmarks.latency import check_counts, check_folder
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine.engine import Engine

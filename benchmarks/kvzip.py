@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
-from benchmarks.commands import STDOUT, command_line, loaded_model, shares, write
+from benchmarks.commands import STDOUT, command_line, loaded_model, markdown_table, shares, write
 from benchmarks.datasets import Question
 from benchmarks.journal import Journal
 from benchmarks.question_sets import questions_of
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation import Paired, is_right
 from samkv_integrations.formatting import commit

@@ -40,7 +40,7 @@ from benchmarks.run_settings import hardware
 from benchmarks.shapes import SHAPES
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.formats.quantise import EntryFormat
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.cli.loading import words
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.report import Report

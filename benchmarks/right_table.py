@@ -15,9 +15,8 @@ from typing import Annotated
 import typer
 
 from benchmarks import plot as picture
-from benchmarks.commands import STDOUT, command_line, write
+from benchmarks.commands import STDOUT, command_line, markdown_table, write
 from benchmarks.journal import ROWS
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.documents import read_text
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.evaluation import Paired

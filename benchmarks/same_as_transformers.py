@@ -23,12 +23,12 @@ import torch
 from llama_index.core.llms import ChatMessage
 
 import samkv_integrations
+from benchmarks.commands import markdown_table as table
 from benchmarks.datasets import Question, load
 from benchmarks.question_sets import PACKAGES, questions_of
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
-from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.formatting import to_json
 from samkv_integrations.model.loading import load_model
 from samkv_integrations.model.model import Model

@@ -22,10 +22,9 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.answer_grid import Texts
-from benchmarks.commands import STDOUT, command_line, counts, write
+from benchmarks.commands import STDOUT, command_line, counts, markdown_table, write
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token

@@ -24,12 +24,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from benchmarks.commands import markdown_table as table
 from benchmarks.models import random_model
 from benchmarks.run_settings import machine
 from samkv_integrations import ChunkStore
 from samkv_integrations.cache import upkeep
 from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
-from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.formatting import to_json
 from samkv_integrations.model.model import Model

@@ -25,9 +25,9 @@ import torch
 from scipy.stats import wilcoxon
 from tqdm.auto import tqdm
 
+from benchmarks.commands import markdown_table as table
 from benchmarks.run_settings import hardware
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cli.tables import markdown_table as table
 from samkv_integrations.formatting import to_json
 from samkv_integrations.model import load_model
 from samkv_integrations.prompt import rag_prompt

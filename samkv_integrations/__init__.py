@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.cache.memory import MemoryStore
+    from samkv_integrations.cache.store import MemoryStore
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.engine.report import Report, Total, collect_reports
     from samkv_integrations.engine.stream import Answer, AnswerStream
@@ -36,8 +36,8 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from samkv_integrations import errors, eviction, methods
-    from samkv_integrations.cache import disk, memory
+    from samkv_integrations.cache import disk, store
     from samkv_integrations.engine import engine, report, stream
 
-    homes = (disk, memory, engine, report, stream, errors, eviction, methods)
+    homes = (disk, store, engine, report, stream, errors, eviction, methods)
     return next(getattr(module, name) for module in homes if hasattr(module, name))

@@ -44,6 +44,8 @@ from samkv_integrations.llm.tool_calls import (
 )
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
+_OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec")
+"""Keys of a tool in a provider's form; a dict without any is a JSON schema."""
 
 
 class ChatSamKV(LocalModel, BaseChatModel):
@@ -235,11 +237,29 @@ class ChatSamKV(LocalModel, BaseChatModel):
         InvalidOption.unless_among("method", method, _METHODS)
         if method == "function_calling":
             return super().with_structured_output(schema, include_raw=include_raw)
+        form: dict[str, Any]
+        if method == "json_mode":
+            form = {"type": "object"}
+        elif isinstance(schema, dict) and schema.keys().isdisjoint(_OF_A_TOOL):
+            form = schema
+        elif isinstance(schema, type) and issubclass(schema, BaseModel):
+            form = schema.model_json_schema()  # LangChain's has no references: none may recur
+        else:
+            form = convert_to_json_schema(schema)
         llm = self.bind(
-            json_schema=_json_schema_of(schema) if method == "json_schema" else {"type": "object"},
+            json_schema=form,
             ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
         )
-        return _parsed(llm, _parser_of(schema), include_raw)
+        parser = _WholeJson()
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
+            parser = _WholeObject(pydantic_object=schema)
+        if not include_raw:
+            return llm | parser
+        read = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+        )
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | read.with_fallbacks([failed], exception_key="parsing_error")
 
 
 _CALL_BLOCKS = ("tool_use", "tool_call", "invalid_tool_call", "function_call")
@@ -313,35 +333,3 @@ class _WholeJson(JsonOutputParser):
 
 class _WholeObject(_WholeJson, PydanticOutputParser[Any]):
     """The same as an object of a pydantic class."""
-
-
-_OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec")
-
-
-def _json_schema_of(schema: dict[str, Any] | type) -> dict[str, Any]:
-    """The JSON schema of a class, or of a tool in a provider's form; other dicts are schemas."""
-    if isinstance(schema, dict) and not any(name in schema for name in _OF_A_TOOL):
-        return schema
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
-        return schema.model_json_schema()  # LangChain's has no references, so that none may recur
-    return convert_to_json_schema(schema)
-
-
-def _parser_of(schema: dict[str, Any] | type) -> _WholeJson:
-    """The parser of answers: objects of a pydantic class, else dicts."""
-    if isinstance(schema, type) and is_basemodel_subclass(schema):
-        return _WholeObject(pydantic_object=schema)
-    return _WholeJson()
-
-
-def _parsed(
-    llm: Runnable[Any, Any], parser: Runnable[Any, Any], include_raw: bool
-) -> Runnable[Any, Any]:
-    """The model and the parser; with include_raw ``raw``, ``parsed`` and ``parsing_error``."""
-    if not include_raw:
-        return llm | parser
-    read = RunnablePassthrough.assign(
-        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
-    )
-    failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=llm) | read.with_fallbacks([failed], exception_key="parsing_error")

@@ -166,7 +166,8 @@ def chunk_statistics(alpha: Tensor, sustained: Tensor, blocks: ChunkBlocks) -> C
     importance = _by_block(alpha.nan_to_num(nan=torch.inf), blocks, torch.inf).amin(2)  # (L, N)
     prominence = _by_block(sustained.nan_to_num(nan=-torch.inf), blocks, -torch.inf).amax(2)
     prominence = prominence.masked_fill(prominence == -torch.inf, torch.inf)
-    middle = slice(blocks.middle_start, blocks.middle_stop)
+    size, inside = blocks.scheme.size, blocks.middle_blocks
+    middle = slice(inside.start * size, inside.stop * size)
     outliers = torch.zeros_like(alpha, dtype=torch.bool)
     outliers[:, middle] = alpha[:, middle] < _pauta_limit(alpha)
     return ChunkStatistics(

@@ -63,8 +63,8 @@ class BlockScheme:
 class ChunkBlocks:
     """The blocks of one chunk.
 
-    Tokens ``[0, middle_start)`` and ``[middle_stop, n_tokens)`` are its anchor tokens, the others
-    its middle. A chunk of at most ``n_init + n_local`` blocks has no middle.
+    The tokens before and behind its `middle_blocks` are its anchor tokens, the others its middle. A
+    chunk of at most ``n_init + n_local`` blocks has no middle.
     """
 
     n_tokens: int
@@ -81,14 +81,6 @@ class ChunkBlocks:
         if self.n_blocks <= n_init + n_local:
             return range(self.n_blocks, self.n_blocks)
         return range(n_init, self.n_blocks - n_local)
-
-    @cached_property
-    def middle_start(self) -> int:
-        return min(self.middle_blocks.start * self.scheme.size, self.n_tokens)
-
-    @cached_property
-    def middle_stop(self) -> int:
-        return min(self.middle_blocks.stop * self.scheme.size, self.n_tokens)
 
     @cached_property
     def local_start(self) -> int:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
-from samkv_integrations.cache.index.index import Place
-from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.cache.store import Store, StoredChunk
+from samkv_integrations.cache.chunk_file import ChunkFile, FileLayout
+from samkv_integrations.cache.index import Place
+from samkv_integrations.cache.store import MemoryChunk, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 
 _HOST = torch.device("cpu")
@@ -118,10 +117,9 @@ class HotChunks:
         with self._lock, suppress(RuntimeError):  # no more threads can be started
             for chunk in chunks if free else ():
                 place = (fingerprint.digest, chunk.key)
-                free -= FileLayout(
-                    fingerprint=fingerprint, n_tokens=len(chunk.token_ids),
-                    namespace=self._store.namespace, n_text=len(text_bytes(chunk.text)),
-                ).size  # fmt: skip
+                free -= FileLayout.of(
+                    fingerprint, len(chunk.token_ids), self._store.namespace, chunk.text
+                ).size
                 if free < 0:
                     break
                 if place in self._held:

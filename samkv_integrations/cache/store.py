@@ -1,11 +1,12 @@
-"""The contract of a store of chunk caches: what it does, and what an opened cache gives."""
+"""The contract of a store of chunk caches and of an opened cache, and both in memory."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import (
+    SECRET_BYTES,
     BlockMeans,
     ChunkBlocks,
     ChunkCache,
@@ -23,9 +25,9 @@ from samkv_integrations.cache.chunk import (
     chunk_key,
     normalise,
 )
-from samkv_integrations.cache.index.index import EVICTED, Index, IndexedChunks
+from samkv_integrations.cache.index import EVICTED, Entry, Index, IndexedChunks, Place
 from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.errors import FingerprintMismatch, StoreError
+from samkv_integrations.errors import CacheMiss, FingerprintMismatch, StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -454,3 +456,106 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
         f"{closest.model!r}: {fields}; next step: {next_step}"
     )
+
+
+# -- in memory ------------------------------------------------------------------------------------
+
+
+class MemoryChunk(StoredChunk):
+    """An opened chunk cache in memory. Token ids and entries count as bytes read."""
+
+    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
+        self.key, self.fingerprint = chunk.key, fingerprint
+        self.n_tokens, self.blocks = chunk.n_tokens, chunk.blocks
+        self.token_ids = chunk.token_ids
+        self.bytes_read = chunk.token_ids.nbytes
+        self._chunk = chunk
+
+    def text(self) -> str:
+        return self._chunk.text
+
+    def statistics(self) -> ChunkStatistics:
+        return self._chunk.statistics
+
+    def local_query(self) -> Tensor:
+        return self._chunk.local_query
+
+    def block_means(self) -> BlockMeans:
+        return self._chunk.block_means
+
+    def key_range(self) -> Tensor:
+        return self._chunk.key_range
+
+    def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
+        entries = self._chunk.entries[first : first + len(out)]
+        assert first >= 0 and len(out) == len(entries)
+        for layer, found in zip(out, entries, strict=True):
+            assert (layer.dtype, layer.shape) == (found.dtype, found.shape)
+            assert layer.is_contiguous()
+            layer.copy_(found)
+        self.bytes_read += entries.nbytes
+
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
+        assert layer >= 0 and min(blocks, default=0) >= 0
+        tokens = [token for block in blocks for token in range(*self.blocks.span(block))]
+        found = self._chunk.entries[layer, tokens]
+        assert (out.dtype, out.shape) == (found.dtype, found.shape)
+        out.copy_(found)
+        self.bytes_read += found.nbytes
+
+    def chunk(self) -> ChunkCache:
+        return self._chunk
+
+    def verify(self) -> None:
+        """Does nothing, as do the others: there is no file."""
+
+    def let_go(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _InMemory(dict[Place, ChunkCache]):
+    """The caches of a `MemoryStore`, by fingerprint and key, for its index."""
+
+    def entries(self) -> Iterable[Entry]:
+        return ()
+
+    def is_gone(self, digest: str, key: str) -> bool:
+        return (digest, key) not in self
+
+    def remove(self, digest: str, key: str) -> None:
+        self.pop((digest, key), None)
+
+    def remove_all(self, digest: str) -> None:
+        """Never called: this store keeps no exact beginnings."""
+
+
+class MemoryStore(Store):
+    """Chunk caches in this process's memory, with their index."""
+
+    def __init__(self, *, namespace: str = "") -> None:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._chunks = _InMemory()
+        index = Index(None, self._chunks, secret)
+        super().__init__(namespace, secret, index, "the memory store")
+
+    def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
+        with self.index.keep(Entry.of(chunk, self.namespace), unless_deleted_since):
+            self._chunks[chunk.fingerprint.digest, chunk.key] = chunk
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        chunk = self._chunks.get((fingerprint.digest, key))
+        if chunk is None:
+            raise CacheMiss("absent", key)
+        if token_ids is not None and chunk.token_ids.tolist() != list(token_ids):
+            raise CacheMiss("tokens", f"chunk {key} holds {chunk.n_tokens} other tokens")
+        return MemoryChunk(chunk, fingerprint)
+
+    def note(self, name: str) -> str | None:
+        found = self.index.setting(f"note {name}")
+        return None if found is None else str(found)
+
+    def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
+        return self.index.set(f"note {name}", text, replace=replace)

@@ -31,7 +31,7 @@ from samkv_integrations.chroma.records import (
     keys_in,
 )
 from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.chunks import Depth, progress_bar
+from samkv_integrations.engine.chunks import progress_bar
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 
@@ -113,10 +113,16 @@ class ChromaLink:
             StoreError: the store cannot be written, or a cache of a replaced record cannot be
                 deleted.
         """
-        began = time.perf_counter()
+        began, chunks = time.perf_counter(), self.engine.chunks
         rows = self.check(ids, texts, embeddings, metadatas)
         # Everything is checked before anything is computed or written.
-        found = self._look_up(ids, texts, rows, without_cache, build_missing)
+        places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
+        named = chunks.agree(chunks.refer([texts[place] for place in places], must_fit=True))
+        found: list[ChunkRef | None] = [None] * len(ids)  # of each record
+        for place, ref in zip(places, named, strict=True):
+            is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
+            is_trusted = chunks.take_prepared(ref) or is_named or not build_missing
+            (found[place],) = chunks.look_up([ref], "exists" if is_trusted else "whole")
         refs = [ref for ref in found if ref]
         self._check_release(self._records.keys(ids) - {ref.key for ref in refs})
         missing = [ref for ref in refs if ref.state == "missed"]
@@ -128,7 +134,7 @@ class ChromaLink:
             for part in self._records.slices(len(ids)):
                 page = [ref for ref in found[part] if ref and ref.key not in computed]
                 if build_missing:
-                    self.engine.chunks.compute(page, on_written=bar.update)
+                    chunks.compute(page, on_written=bar.update)
                 computed |= {ref.key for ref in page}
                 keys = [ref.key if ref else None for ref in found[part]]
                 replaced |= self._records.write(
@@ -144,7 +150,7 @@ class ChromaLink:
             n_evicted=self._n_evicted(made),
             n_released=n_released,
             seconds=time.perf_counter() - began,
-            bytes_on_disk=self.engine.chunks.n_bytes(list(missed.values())),
+            bytes_on_disk=chunks.n_bytes(list(missed.values())),
         )
 
     def check(
@@ -165,26 +171,6 @@ class ChromaLink:
             raise InvalidOption(f"id {twice[0]!r} occurs twice; every record needs its own")
         self._records.check_sizes(embeddings)
         return rows
-
-    def _look_up(
-        self,
-        ids: Sequence[str],
-        texts: Sequence[str],
-        rows: Sequence[Metadata | None],
-        without_cache: Container[str],
-        build_missing: bool,
-    ) -> list[ChunkRef | None]:
-        """The chunk of each record; None for a record without a cache."""
-        chunks = self.engine.chunks
-        places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
-        found = chunks.refer([texts[place] for place in places], must_fit=True)
-        at_place: dict[int, ChunkRef] = {}
-        for place, ref in zip(places, chunks.agree(found), strict=True):
-            is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
-            is_trusted = chunks.take_prepared(ref) or is_named or not build_missing
-            depth: Depth = "exists" if is_trusted else "whole"
-            (at_place[place],) = chunks.look_up([ref], depth)
-        return [at_place.get(place) for place in range(len(ids))]
 
     def delete(
         self, ids: Sequence[str] | None = None, where: Mapping[str, Any] | None = None

@@ -16,13 +16,11 @@ import typer.core
 from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import store
-from samkv_integrations.cli.arguments import refuse_removed
 from samkv_integrations.cli.ask import ask, inspect, methods
-from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest, remove
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
-from samkv_integrations.cli.tune import tune
+from samkv_integrations.cli.tune import doctor, tune
 from samkv_integrations.errors import SamkvError
 
 USER_ERROR = 2
@@ -57,10 +55,6 @@ class _Commands(typer.core.TyperGroup):
     def make_context(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401
         with _in_one_line():
             return super().make_context(*args, **extra)
-
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # noqa: ANN401
-        refuse_removed((f"samkv {' '.join(args[:1])}", f"samkv {' '.join(args[:2])}"))
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         with _in_one_line():

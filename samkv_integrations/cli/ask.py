@@ -43,7 +43,7 @@ def ask(
     collection = index.collection(asking.collection)  # raises if there is no database
     check_options(OwnAnswerOptions, of_answers)
     methods, rule = answering.methods(words(compare)), answering.rule
-    link = index.link(collection, **options)
+    (link,) = index.links([collection], **options)
     engine, most = link.engine, asking.max_new_tokens
     texts, sources, prompt = retrieved(link, asking.question, asking.top_k, asking.chat)
     is_compared = len(methods) > 1
@@ -114,7 +114,7 @@ def inspect(
     from samkv_integrations.inspection import inspect as inspect_answer
 
     method, rule, question = answering.chosen, answering.rule, asking.question
-    link = index.link(collection, **options)
+    (link,) = index.links([collection], **options)
     texts, sources, prompt = retrieved(link, question, asking.top_k, asking.chat)
     names = {text.strip(): Path(one).name for text, one in zip(texts, sources, strict=True)}
     seen = inspect_answer(

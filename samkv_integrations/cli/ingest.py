@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
-    from samkv_integrations.cluster.ingest import WorkerPool
+    from samkv_integrations.cluster import WorkerPool
     from samkv_integrations.engine.engine import Engine
     from samkv_integrations.model.model import Model
 
@@ -112,7 +112,7 @@ class OnRay:
             MissingExtra: Ray is not installed.
         """
         if self.on_ray:
-            from samkv_integrations.cluster.ingest import WorkerPool, require_ray
+            from samkv_integrations.cluster import WorkerPool, require_ray
 
             require_ray()
             return WorkerPool(
@@ -178,7 +178,18 @@ def ingest(
     skipped = [*found.skipped, *read.skipped]
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
     left_out += [f"not ingested: {one['id']}: {one['why']}" for one in failed]
-    for line in [*_first(left_out), *_notes(found, model)]:
+    notes = left_out[:SHOWN_SKIPPED]
+    if len(left_out) > SHOWN_SKIPPED:
+        notes.append(f"{len(left_out)} files and chunks were left out in all; --json names each")
+    if model == "builtin":
+        notes.append(
+            "the built-in model is for tests: it knows the sample documents only; for others give "
+            "--model, such as smollm2"
+        )
+    if found.others:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
+        notes.append(f"files of other kinds were left out: {kinds}")
+    for line in notes:
         tables.console(stderr=True).print(line, soft_wrap=True)
     n_read = len({row["source"] for row in read.rows})
     row = {"files": n_read, **asdict(done), "collection": collection}
@@ -203,23 +214,6 @@ def ingest(
     tables.report("ingest", model, rows, *lines, as_json=as_json)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
-
-
-def _first(left_out: Sequence[str]) -> Iterator[str]:
-    yield from left_out[:SHOWN_SKIPPED]
-    if len(left_out) > SHOWN_SKIPPED:
-        yield f"{len(left_out)} files and chunks were left out in all; --json names each"
-
-
-def _notes(found: Found, model: str) -> Iterator[str]:
-    if model == "builtin":
-        yield (
-            "the built-in model is for tests: it knows the sample documents only; for others give "
-            "--model, such as smollm2"
-        )
-    if found.others:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
-        yield f"files of other kinds were left out: {kinds}"
 
 
 def _delete_outdated(link: ChromaLink, read: Read) -> None:

@@ -199,7 +199,7 @@ class Collections(Caches):
 
         Otherwise its texts would be cached again, in this namespace. Without caches all is well.
         """
-        from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
+        from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
         from samkv_integrations.chroma.records import Records
 
         if not (self.folder / "kv").is_dir():
@@ -250,7 +250,7 @@ class Index(Collections):
         Raises InvalidOption if they were ingested with several models, and none is given.
         """
         known, model = _remembered(self.folder / "kv"), _absolute(self.model)
-        keys = map(_key, places)
+        keys = map(json.dumps, places)
         found = [known[key] for key in keys if key in known] or [*known.values()]
         models = dict.fromkeys(one.model for one in found)
         if model is None and len(models) > 1:
@@ -289,11 +289,6 @@ class Index(Collections):
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
 
-    def link(self, collection: str | None, **options: Unpack[OwnEngineOptions]) -> ChromaLink:
-        """One collection, see `collection` and `links`."""
-        (link,) = self.links([self.collection(collection)], **options)
-        return link
-
     def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
 
@@ -317,12 +312,12 @@ _NOTE = "ingested"
 
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
     """Keep the settings of a collection's ingest beside the caches."""
-    known = _remembered(folder / "kv") | {_key(place): ingested}
+    known = _remembered(folder / "kv") | {json.dumps(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
-    from samkv_integrations.cache.files.folder import read_small
+    from samkv_integrations.cache.folder import read_small
 
     # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
@@ -341,7 +336,3 @@ def _absolute(model: str | None) -> str | None:
     """The absolute path of a model that is a file or a folder; other names as they are."""
     is_path = model not in (None, BUILTIN, "smollm2") and Path(str(model)).exists()
     return str(Path(str(model)).resolve()) if is_path else model
-
-
-def _key(place: tuple[str, str]) -> str:
-    return json.dumps(place)

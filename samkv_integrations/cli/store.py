@@ -181,7 +181,7 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
-    from samkv_integrations.cache.index.index import bytes_of
+    from samkv_integrations.cache.index import bytes_of
 
     store = Caches(folder=folder).store()
     n_before = store.stats(everyone=True).n_chunks
@@ -222,9 +222,7 @@ def push(caches: Caches, as_json: args.Json = False) -> None:
 
     store = caches.store(is_new=False)
     done = push_caches(store, progress=True)
-    tables.report(
-        "store push", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
-    )
+    tables.report("store push", None, [asdict(done)], as_json=as_json)
     if done.n_left:
         raise typer.Exit(SOME_LEFT)
 
@@ -237,15 +235,13 @@ def pull(
     as_json: args.Json = False,
 ) -> None:
     """Fetch caches of other machines, newest first, before questions need them."""
-    from samkv_integrations.cache.index.index import bytes_of
+    from samkv_integrations.cache.index import bytes_of
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
     store = caches.store()
     done = pull_caches(store, max_bytes=limit, progress=True)
-    tables.report(
-        "store pull", None, [asdict(done)], tables.rows_table([asdict(done)]), as_json=as_json
-    )
+    tables.report("store pull", None, [asdict(done)], as_json=as_json)
 
 
 app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)

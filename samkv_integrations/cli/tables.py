@@ -35,14 +35,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def report(
-    command: str, model: str | None, rows: Iterable[Row], *shown: Table | str, as_json: bool,
+    command: str, model: str | None, rows: Sequence[Row], *shown: Table | str, as_json: bool,
     more: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write the result of a command: the object of ``--json``, see `to_json`, or ``shown``."""
+    """Write the result of a command: the object of ``--json``, see `to_json`, or ``shown``.
+
+    Without ``shown`` people see the rows as a table.
+    """
     if as_json:
         typer.echo(to_json(command, model, rows, more))
         return
-    for each in shown:
+    for each in shown or [rows_table(rows)]:
         console().print(each, soft_wrap=isinstance(each, str))
 
 
@@ -83,12 +86,6 @@ def _cell(name: str, value: object) -> str:
     if isinstance(value, float):
         return percent(value) if name.endswith("rate") else f"{value:.1f}"
     return "-" if value is None else str(value) or "''"
-
-
-def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """A markdown table. The first ``left`` columns are left-aligned words, the others figures."""
-    rule = ["---"] * left + ["---:"] * (len(columns) - left)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:

@@ -26,13 +26,12 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.cache.chunk_file import FileLayout
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files.chunk_file import FileLayout, text_bytes
 from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.hot import HotChunks
-from samkv_integrations.cache.index.index import bytes_of
-from samkv_integrations.cache.memory import MemoryChunk
-from samkv_integrations.cache.store import Outage, Store, StoredChunk
+from samkv_integrations.cache.index import bytes_of
+from samkv_integrations.cache.store import MemoryChunk, Outage, Store, StoredChunk
 from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.prefill import (
     Before,
@@ -187,8 +186,7 @@ class Chunks:
         run: `Scheduler.run`, which runs a function in the model's thread.
         on_change: called when the model has changed.
 
-    has_own_scheme: whether ``scheme`` was given. hot: verified caches in memory. outage: logs
-    failures of the store that a prompt survives.
+    hot: verified caches in memory. outage: logs failures of the store that a prompt survives.
 
     Raises InvalidOption if the model's entries cannot be stored in ``store_bits`` bits.
     """
@@ -213,7 +211,6 @@ class Chunks:
         max_bytes = hot_budget(model, hot_bytes) if isinstance(store, ChunkStore) else 0
         self.hot = HotChunks(store, max_bytes, model.layer_devices)
         self._run, self._on_change = run, on_change
-        self.has_own_scheme = scheme is not None
         self.outage = Outage()
         self._lock = threading.RLock()
         self._generation = model.identity.generation
@@ -613,12 +610,9 @@ class Chunks:
         made_by, namespace = self.fingerprint, self.store.namespace
         named = {ref.key: ref for ref in chunks}
         return sum(
-            FileLayout(
-                fingerprint=made_by, n_tokens=len(ref.token_ids), namespace=namespace,
-                n_text=len(text_bytes(ref.text)),
-            ).file_size(key)
+            FileLayout.of(made_by, len(ref.token_ids), namespace, ref.text).file_size(key)
             for key, ref in named.items()
-        )  # fmt: skip
+        )
 
     # -- statistics -------------------------------------------------------------------------
 

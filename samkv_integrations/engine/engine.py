@@ -11,8 +11,7 @@ from typing import Any, Literal, Unpack
 import torch
 
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.store import Store
+from samkv_integrations.cache.store import MemoryStore, Store
 from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunks import Chunks, RecentKeys
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure

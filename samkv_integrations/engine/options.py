@@ -10,7 +10,6 @@ Nothing here imports torch, so that ``samkv --help`` need not wait for it. For t
 of the engine stand in quotes.
 """
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,15 +59,9 @@ def check_value(name: str, value: Any) -> object:  # noqa: ANN401
 
 
 def check_prefix(prefix: object) -> None:
-    """Raises InvalidOption for an unknown policy, or a learned prefix, which was removed."""
+    """Raises InvalidOption for an unknown policy."""
     from samkv_integrations.engine.prefill import PrefixPolicy
 
-    is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
-    if prefix == "learned" or is_file:
-        raise InvalidOption(
-            f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
-            "ingest again"
-        )
     InvalidOption.unless_among("prefix", prefix, get_args(PrefixPolicy))
 
 
@@ -96,13 +89,6 @@ def check_stop(stop: object) -> None:
         if not isinstance(text, str) or not text:
             raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
 
-
-def is_size(n_bytes: object) -> bool:
-    """Whether it is a number of bytes, or 0 for none."""
-    return type(n_bytes) is int and n_bytes >= 0
-
-
-SIZE = "a whole number of bytes, 0 for none"
 
 # -- options -----------------------------------------------------------------------------------
 
@@ -200,8 +186,12 @@ class OwnEngineOptions(TypedDict, total=False):
     first chunk after it is exact."""
     prefix_bytes: Annotated[
         int,
-        Option(default=2**28, allows=is_size, bounds=SIZE, in_llms=False, flag=False),
-    ]
+        Option(
+            default=2**28, in_llms=False, flag=False,
+            allows=lambda n: type(n) is int and n >= 0,
+            bounds="a whole number of bytes, 0 for none",
+        ),
+    ]  # fmt: skip
     """Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, documents
     that were computed in full), which later prompts reuse; 0 for none."""
     exact_beginnings: Annotated[bool, Option(default=True)]

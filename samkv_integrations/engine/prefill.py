@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ def entries_before(model: Model, prefix: Sequence[int]) -> Before:
     return before
 
 
-class PrefilledChunks(Sequence[ChunkCache]):
+class PrefilledChunks:
     """The caches of one pass, in host memory. Each is put together when it is asked for.
 
     So threads that write files do that work, while the next batch is computed.
@@ -135,14 +135,11 @@ class PrefilledChunks(Sequence[ChunkCache]):
     def __len__(self) -> int:
         return len(self._chunks)
 
-    @overload
-    def __getitem__(self, at: int) -> ChunkCache: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[ChunkCache]: ...
+    def __iter__(self) -> Iterator[ChunkCache]:
+        return map(self.__getitem__, range(len(self)))
+
     @torch.inference_mode()
-    def __getitem__(self, at: int | slice) -> ChunkCache | list[ChunkCache]:
-        if isinstance(at, slice):
-            return [self[each] for each in range(len(self))[at]]
+    def __getitem__(self, at: int) -> ChunkCache:
         chunk, tokens = self._chunks[at], self._tokens[at]
         entries, key_range, local_query, alpha, sustained, means = self._computed
         return ChunkCache(

@@ -1,4 +1,4 @@
-"""The eviction rules, a file for each family of papers, and the table of all."""
+"""The eviction rules, those that drop entries and those that do not, and the table of all."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import MappingProxyType
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction.base import DroppingEviction, Eviction, SparseEviction
-from samkv_integrations.eviction.sliding import H2O, SageKV, StreamingLLM
-from samkv_integrations.eviction.snapkv import PyramidKV, SnapKV
+from samkv_integrations.eviction.dropping import H2O, PyramidKV, SageKV, SnapKV, StreamingLLM
 from samkv_integrations.eviction.sparse import InfLLM, Quest, RetrievalAttention
 
 __all__ = ["EVICTIONS", "Eviction", "Quest", "get_eviction"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method, RecomputeFrom
-from samkv_integrations.methods.scoring import top_tokens
+from samkv_integrations.methods.base import Checked, Method, RecomputeFrom, top_tokens
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -27,8 +26,6 @@ class A3Recompute(RecomputeFrom):
     Deviations: tokens of chunks with an exact cache are not candidates. The decode-time extension
     is ``eviction="snapkv"``.
     """
-
-    ratio: float = 0.15
 
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         _, n_rows, dim = checked.queries.shape

@@ -9,6 +9,7 @@ neither the model nor the store nor the engine.
 from __future__ import annotations
 
 import ast
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -18,6 +19,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from samkv_integrations.cache.formats.quantise import unrotate
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction.base import Eviction
 from samkv_integrations.prompt.layout import Layout
@@ -111,6 +113,19 @@ class SelectAll(Select):
 
     def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool)
+
+
+class AnchorProbe(Select):
+    """Selects by the question's mean query, which a pass over the anchor tokens gives."""
+
+    def probe_blocks(self, layout: Layout) -> Tensor | None:
+        return layout.is_anchor
+
+    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
+        """(H, D) float32: mean un-rotated query of the question's tokens."""
+        n_last = len(layout.question)
+        queries = probed.queries[:, -n_last:].transpose(0, 1).float()
+        return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,13 +298,12 @@ MOST_TOKENS = 2**31
 """Limit of any count: beyond all context windows, and within the range of tensors' integers."""
 
 
-def check_count(name: str, value: int, at_least: int = 0) -> None:
-    """Raise InvalidOption unless ``value`` is a whole number from ``at_least`` to `MOST_TOKENS`."""
+def check_count(name: str, value: int) -> None:
+    """Raise InvalidOption unless ``value`` is a whole number from 0 to `MOST_TOKENS`."""
     if not isinstance(value, int) or isinstance(value, bool) or value > MOST_TOKENS:
         raise InvalidOption(f"{name}={value!r}; it must be a whole number, at most {MOST_TOKENS}")
-    if value < at_least:
-        least = "0 or more" if at_least == 0 else f"at least {at_least}"
-        raise InvalidOption(f"{name}={value}; it must be {least}")
+    if value < 0:
+        raise InvalidOption(f"{name}={value}; it must be 0 or more")
 
 
 def option_names(method: Method) -> tuple[str, ...]:
@@ -326,3 +340,38 @@ def with_option(method: Method, setting: str) -> Method:
         why = "; or ".join(each["msg"] for each in error.errors())
         raise InvalidOption(f"{name}={text} of {method.name!r}: {why}") from error
     return replace(method, **{part_name: replace(part, **{field: value})})
+
+
+# -- scores of tokens and blocks, and budgets that the best of them fill -------------------------
+
+
+def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
+    """(Tctx,) bool, CPU: the ``tokens`` (n,) with the best scores, ``ratio`` of the context."""
+    recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
+    most = math.ceil(ratio * layout.n_context - 1e-6)  # a tolerance for the error of floats
+    count = min(len(tokens), max(0, most))
+    recomputed[tokens[scores.topk(count).indices.cpu()]] = True
+    return recomputed
+
+
+def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
+    """(..., H, D) -> (..., G, D): mean over the query heads that share a key-value head.
+
+    Consecutive query heads share one, as in transformers' ``repeat_kv``.
+    """
+    *lead, heads, dim = queries.shape
+    return queries.reshape(*lead, n_kv_heads, heads // n_kv_heads, dim).mean(dim=-2)
+
+
+def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) -> Tensor:
+    """(L, Nb) bool: the best blocks of each layer, up to ``budget_tokens``.
+
+    order: (L, Nb) scores; -inf is never taken. Filling ends at the first block that does not fit.
+    budget_tokens: one for all layers, or (L, 1).
+    """
+    ranking = order.argsort(dim=1, descending=True, stable=True)
+    lengths = layout.block_lengths.to(order.device)[ranking]
+    lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)
+    whole = torch.as_tensor(budget_tokens, dtype=torch.float64).floor().long().to(order.device)
+    fits = (lengths.cumsum(1) <= whole) & (lengths > 0)
+    return torch.zeros_like(fits).scatter(1, ranking, fits)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method, RecomputeFrom
-from samkv_integrations.methods.scoring import top_tokens
+from samkv_integrations.methods.base import Checked, Method, RecomputeFrom, top_tokens
 from samkv_integrations.prompt.layout import Layout
 
 
@@ -27,8 +26,6 @@ class CacheblendRecompute(RecomputeFrom):
     Question tokens are always computed and are not candidates; in the code's examples they are. At
     the check layer the code computes queries of the chosen tokens only; here of all tokens.
     """
-
-    ratio: float = 0.15
 
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         _, cached = checked.cached()

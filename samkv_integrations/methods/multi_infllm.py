@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.methods.base import (
+    AnchorProbe,
     Method,
     SelectionInputs,
     check_ratio,
+    fill_budget,
+    group_heads,
 )
-from samkv_integrations.methods.scoring import AnchorProbe, fill_budget, group_heads
 from samkv_integrations.prompt.layout import Layout
 
 

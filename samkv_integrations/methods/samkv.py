@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.methods.base import (
+    AnchorProbe,
     Method,
     Recompute,
     SelectionInputs,
     Update,
     check_ratio,
+    fill_budget,
+    group_heads,
     overwrite,
 )
-from samkv_integrations.methods.scoring import AnchorProbe, fill_budget, group_heads
 from samkv_integrations.prompt.layout import Layout
 
 PAPER = "arXiv 2508.11661"

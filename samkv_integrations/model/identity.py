@@ -214,7 +214,7 @@ class Identity:
             writes = [-1 if x.is_inference() else x._version for x in tensors]
         matrices = [x for x in tensors if x.ndim >= 2 and x.dtype in _PROBED]
         if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
-            n_layers: int = text_config(self._hf.config).num_hidden_layers
+            n_layers: int = self._hf.config.get_text_config().num_hidden_layers
             per_layer = max(1, len(matrices) // n_layers)  # fewer where most are on disk
             n_probed = min(n_layers, len(matrices))
             matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_probed)]

@@ -5,7 +5,7 @@ docs/architecture.md has the legend of shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -97,9 +97,14 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[PromptC
     for number, index in enumerate(indexes):
         candidates = _candidates(prompt, owner, index)
         for run, key, chunk in sorted(candidates, key=lambda each: (-len(each[0]), each[0])):
-            for part in _free(run, owner):
-                owner[part.position : part.span.stop] = number
-                found.append((part, number, key, chunk))
+            # its parts that are not taken yet, and long enough
+            is_free = np.concatenate(([False], owner[run.position : run.span.stop] < 0, [False]))
+            edges = np.flatnonzero(is_free[1:] != is_free[:-1])
+            for start, stop in edges.reshape(-1, 2).tolist():
+                if stop - start >= MIN_RUN:
+                    part = Run(run.position + start, run.start + start, run.start + stop)
+                    owner[part.position : part.span.stop] = number
+                    found.append((part, number, key, chunk))
     chunks: list[PromptChunk] = []
     for run, number, key, ids_of_all in sorted(found, key=itemgetter(0)):
         last = chunks[-1] if chunks else None
@@ -150,15 +155,6 @@ def _in_common(one: Ids, other: Ids) -> int:
             return at + int(differs[0])
         at, size = at + size, 2 * size
     return n
-
-
-def _free(run: Run, owner: NDArray[np.int64]) -> Iterator[Run]:
-    """The parts of a run that are not taken yet, and long enough."""
-    is_free = np.concatenate(([False], owner[run.position : run.span.stop] < 0, [False]))
-    edges = np.flatnonzero(is_free[1:] != is_free[:-1])
-    for first, last in edges.reshape(-1, 2).tolist():
-        if last - first >= MIN_RUN:
-            yield Run(run.position + first, run.start + first, run.start + last)
 
 
 @dataclass(frozen=True, kw_only=True)

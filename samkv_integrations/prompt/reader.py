@@ -183,10 +183,18 @@ class PromptReader:
         parts: list[RenderedPrompt] = []
         bodies: list[str] = []
         end = 0
-        is_kept = cache(self._is_kept)  # a handle may occur many times
+
+        @cache  # a handle may occur many times
+        def is_kept(body: str) -> bool:
+            """Whether a chunk is not deleted: the store has its text or cache, or cannot tell."""
+            with self._outage.survived():
+                key = self._store.key(made_by, self._model.tokenize(body, special=False))
+                return self._store.text(key) is not None or self._store.contains(key, made_by)
+            return True
+
         for span in self.handles.find(text):
             is_quoted = any(of.start <= span.start and span.stop <= of.stop for of in quoting)
-            if not is_quoted and is_kept(span.body, made_by):
+            if not is_quoted and is_kept(span.body):
                 parts.append(rendered.part(end, span.start))
                 parts.append(self._model.special_tokens.quote(span.body))
                 bodies.append(span.body)
@@ -200,13 +208,6 @@ class PromptReader:
                 end = max(end, each.stop)
             self.handles.require_whole(text[end:])
         return RenderedPrompt.joined(parts, is_chat=rendered.is_chat), bodies
-
-    def _is_kept(self, body: str, made_by: Fingerprint) -> bool:
-        """Whether a chunk has not been deleted: the store has its text or cache, or cannot tell."""
-        with self._outage.survived():
-            key = self._store.key(made_by, self._model.tokenize(body, special=False))
-            return self._store.text(key) is not None or self._store.contains(key, made_by)
-        return True
 
     def _runs(
         self, ids: Sequence[int], indexes: Sequence[ChunkIndex], of_store: Fingerprint | None

@@ -134,11 +134,3 @@ class Failure(HTTPException):
     def response(self) -> JSONResponse:
         """The response to the request."""
         return JSONResponse(self.body, self.status, _HEADERS.get(self.status))
-
-
-def gone() -> Failure:
-    """The failure of a request whose client disconnected; only log and metrics show it.
-
-    499 is nginx's status for it.
-    """
-    return Failure(status=499, message="the client is gone", code="client_gone")

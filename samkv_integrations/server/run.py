@@ -31,7 +31,7 @@ MAX_CHUNKS = 4096
 holds one byte only."""
 
 RETURN_S = 30.0
-"""Seconds between two calls of `return_memory`, which take .1 s on a busy server."""
+"""Seconds between two calls of malloc_trim, which take .1 s on a busy server."""
 
 _M_ARENA_MAX = -8  # of malloc.h
 
@@ -120,18 +120,11 @@ def spare_memory() -> None:
     def give_back() -> None:
         while True:
             time.sleep(RETURN_S)
-            return_memory()
+            # glibc returns none while later pages are in use
+            with suppress(AttributeError, OSError, TypeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
     threading.Thread(target=give_back, name="samkv-memory", daemon=True).start()
-
-
-def return_memory() -> None:
-    """Return freed memory to the system, which glibc does not while later pages are in use.
-
-    No effect with another C library.
-    """
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def run(

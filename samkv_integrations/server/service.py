@@ -34,7 +34,7 @@ from samkv_integrations.engine.request import AnswerOptions
 from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.server.failures import Failure, gone
+from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.tenancy import Tenancy, Tenant
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
@@ -260,7 +260,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Made]) -> _Ma
         return await working
     except asyncio.CancelledError:
         if watching.done() and not watching.cancelled():
-            raise gone() from None
+            # for log and metrics; 499 is nginx's status for it
+            raise Failure(499, "the client is gone", code="client_gone") from None
         raise  # the server ends
     finally:
         watching.cancel()

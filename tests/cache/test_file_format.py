@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache
-from samkv_integrations.cache.files.chunk_file import FileLayout
+from samkv_integrations.cache.chunk_file import FileLayout
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
@@ -310,10 +310,14 @@ def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
     """Other entries with MACs that are right but for the secret, and those of the true file."""
     forged = replace(chunk, entries=chunk.entries ^ 1)
     sound, own = path.read_bytes(), encoded(forged, secret=os.urandom(32))
-    start = len(sound) - FileLayout.of(chunk, NAMESPACE).size
+    start = len(sound) - layout_of(chunk).size
     for data in (own, own[:start] + sound[start : start + 16] + own[start + 16 :]):
         path.write_bytes(data)
         assert reason_of(path, chunk) == "corrupt"
+
+
+def layout_of(chunk: ChunkCache) -> FileLayout:
+    return FileLayout.of(chunk.fingerprint, chunk.n_tokens, NAMESPACE, chunk.text)
 
 
 def block_range(layout: FileLayout, layer: int, block: int) -> tuple[int, int]:
@@ -325,7 +329,7 @@ def block_range(layout: FileLayout, layer: int, block: int) -> tuple[int, int]:
 
 def test_a_region_is_sound_in_its_own_place_only(path: Path, chunk: ChunkCache) -> None:
     """Two blocks exchanged with their MACs, and one of another chunk of the store with its own."""
-    layout = FileLayout.of(chunk, NAMESPACE)
+    layout = layout_of(chunk)
     sound = path.read_bytes()
     other = encoded(random_chunk(8, N_TOKENS, SMALL))
     assert len(other) == len(sound)
@@ -356,7 +360,7 @@ def test_a_read_that_is_cut_short_goes_on(
         return preadv(fd, [buffers[0][:most]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    places = FileLayout.of(chunk, NAMESPACE).tensors
+    places = layout_of(chunk).tensors
     with open_file(path, chunk) as stored:
         assert torch.equal(read_all(stored), chunk.entries)
         assert torch.equal(stored.key_range(), chunk.key_range)

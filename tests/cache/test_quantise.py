@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.formats.quantise import Entries, EntryFormat, groups, rotate
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from tests.support.chunks import transformed
+from tests.support.chunks import encoded, transformed
 
 FORM = EntryFormat(bits=4, n_kv_heads=2, head_dim=8, dtype=torch.float32)
 QUANTISED = (4, 8)
@@ -28,7 +28,7 @@ def of(bits: int, dtype: torch.dtype = torch.float32, n_kv_heads: int = 2, head_
 
 
 def there_and_back(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    entries, key_range = form.encode(keys, values)
+    entries, key_range = encoded(form, keys, values)
     assert (entries.dtype, entries.shape) == (torch.uint8, (len(keys), form.n_bytes))
     group = groups(len(keys), keys.device)
     return form.keys(entries, key_range, group), form.values(entries)
@@ -50,7 +50,7 @@ def test_an_entry_written_by_hand() -> None:
     keys = transformed(torch.tensor([[first], [second]])).float()
     assert keys[0, 0, :4].tolist() == [12.5, -9.5, 2.5, -5.5]
     values = torch.tensor([[[0.0, 1.0, 2.0, 15.0, 3.0, 4.0, 5.0, 6.0]], [[0.0] * 8]])
-    entries, key_range = form.encode(keys, values)
+    entries, key_range = encoded(form, keys, values)
     # offsets: 3 (1 - 2^-11) rounded to even among steps of 2^-9; -8 (1 + 2^-11) among those of 2^-7
     offsets = [0.0, 0.0, 3 - 2**-9, -8.0, 1 - 2**-11, 2 - 2**-10, 4 - 2**-9, 0.0]
     assert key_range.tolist() == [[[[1.0] * 8], [offsets]]]
@@ -70,7 +70,7 @@ def test_16_bits_keep_every_bit(dtype: torch.dtype) -> None:
     back_keys, back_values = there_and_back(form, keys, values)
     assert back_keys.dtype == back_values.dtype == dtype
     assert torch.equal(back_keys, keys) and torch.equal(back_values, values)
-    entries, _ = form.encode(keys, values)
+    entries, _ = encoded(form, keys, values)
     for t in range(7):
         raw = bytes(keys[t].reshape(-1).view(torch.uint8).tolist())
         raw += bytes(values[t].reshape(-1).view(torch.uint8).tolist())
@@ -100,7 +100,7 @@ def test_what_comes_back_is_within_half_a_step(
     too wide."""
     form = of(bits, dtype, 3, head_dim)
     keys, values = (bias + spread * normal(seed, 2, n_tokens, 3, head_dim)).to(dtype)
-    entries, key_range = form.encode(keys, values)
+    entries, key_range = encoded(form, keys, values)
     (key_range,) = key_range  # of the one group
     back_keys, back_values = there_and_back(form, keys, values)
     assert back_keys.dtype == back_values.dtype == torch.float32
@@ -135,7 +135,7 @@ def test_chunks_are_coded_together_as_they_are_alone(
     chunks = [(normal(seed + i, n, 2, 8) + 10 * i, normal(seed - i, n, 2, 8))
               for i, n in enumerate(n_tokens)]  # fmt: skip
     keys, values = (torch.cat(side) for side in zip(*chunks, strict=True))
-    alone, ranges = zip(*(form.encode(*chunk) for chunk in chunks), strict=True)
+    alone, ranges = zip(*(encoded(form, *chunk) for chunk in chunks), strict=True)
     of_chunk = [groups(n, keys.device) for n in n_tokens]
     decoded = [form.keys(*parts) for parts in zip(alone, ranges, of_chunk, strict=True)]
     first = torch.tensor([0, *(len(own) for own in ranges)]).cumsum(0).tolist()
@@ -162,7 +162,7 @@ def test_what_is_not_finite_is_refused(bits: int, wrong: float, side: int) -> No
     form, sides = of(bits), [normal(8, 5, 2, 8), normal(9, 5, 2, 8)]
     sides[side][3, 1, 5] = wrong
     with pytest.raises(InvalidChunk, match="not finite numbers.*; leave it out, or load"):
-        form.encode(*sides)
+        encoded(form, *sides)
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
@@ -177,9 +177,9 @@ def test_what_is_beyond_half_precision_is_refused_by_name(
     with pytest.raises(
         InvalidChunk, match=r"values reach (7.01|1.4)e\+0.*65504.*; give store_bits=16"
     ):
-        form.encode(keys, values)
+        encoded(form, keys, values)
     exact = of(16, torch.bfloat16)
-    assert torch.equal(exact.values(exact.encode(keys, values)[0]), values)
+    assert torch.equal(exact.values(encoded(exact, keys, values)[0]), values)
 
 
 @pytest.mark.parametrize("bits", QUANTISED)

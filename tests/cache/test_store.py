@@ -28,8 +28,7 @@ from hypothesis import strategies as st
 
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.store import Store
+from samkv_integrations.cache.store import MemoryStore, Store
 from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.engine.tuned import read_tuned
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError

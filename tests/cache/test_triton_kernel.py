@@ -11,6 +11,7 @@ import torch
 
 from samkv_integrations.cache.formats import quantise
 from samkv_integrations.cache.formats.quantise import Entries, EntryFormat, groups
+from tests.support.chunks import encoded
 
 MODULE = "samkv_integrations.cache.formats.triton_kernels"
 
@@ -33,7 +34,7 @@ def test_it_writes_what_the_operations_write(
     form = EntryFormat(bits=4, n_kv_heads=n_kv_heads, head_dim=head_dim, dtype=kind)
     random = torch.Generator().manual_seed(head_dim)
     keys, values = (torch.randn(75, n_kv_heads, head_dim, generator=random) for _ in "kv")
-    codes, key_range = form.encode(3 * keys + 1, values)
+    codes, key_range = encoded(form, 3 * keys + 1, values)
     angle = torch.randn(75, 1, half, generator=random)
     group, rows = groups(75, codes.device), torch.tensor([70, 3, 3, 0, 41, *range(30, 64)])
     whole = Entries(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cluster import ingest as ingest_module
-from samkv_integrations.cluster.ingest import WorkerPool, cache_on_ray
+from samkv_integrations import cluster as ingest_module
+from samkv_integrations.cluster import WorkerPool, cache_on_ray
 from samkv_integrations.errors import ClusterError, InvalidOption
 from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from tests.support.documents import texts_of_many_lengths

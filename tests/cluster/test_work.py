@@ -14,7 +14,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.cluster.ingest import (
+from samkv_integrations.cluster import (
     PROBE,
     CacheWorker,
     WorkerPool,

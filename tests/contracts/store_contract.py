@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
-from samkv_integrations.cache.files.chunk_file import FileLayout
+from samkv_integrations.cache.chunk_file import FileLayout
 from samkv_integrations.cache.store import FingerprintStats, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
@@ -494,7 +494,9 @@ class StoreContract:
             for seed in range(n_chunks):
                 chunk = chunk_for(store, seed, 30 + seed, fingerprint)
                 store.put(chunk)
-                layout = FileLayout.of(chunk, store.namespace)
+                layout = FileLayout.of(
+                    chunk.fingerprint, chunk.n_tokens, store.namespace, chunk.text
+                )
                 expected[fingerprint.digest] += layout.file_size(chunk.key)
         stats = store.stats()
         assert (stats.n_chunks, stats.bytes) == (4, sum(expected.values()))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model

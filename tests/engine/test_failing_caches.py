@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
-from samkv_integrations.cache.memory import MemoryChunk
+from samkv_integrations.cache.store import MemoryChunk
 from samkv_integrations.cache.upkeep import verify
 from samkv_integrations.engine import prefill as ingest
 from samkv_integrations.errors import (

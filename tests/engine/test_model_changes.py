@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.store import Store
+from samkv_integrations.cache.store import MemoryStore, Store
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.errors import (
     HandleError,

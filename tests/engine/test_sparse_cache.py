@@ -20,6 +20,7 @@ from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
 from samkv_integrations.eviction import Quest
 from samkv_integrations.model.model import Model
 from tests.support.asking import ask
+from tests.support.chunks import encoded
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
@@ -44,7 +45,7 @@ class Stored:
 def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[SparseCache, Entries]:
     """A cache of a context at no positions, and its entries; a step attends to 64 of them."""
     n = len(keys)
-    codes, key_range = form.encode(keys, values)
+    codes, key_range = encoded(form, keys, values)
     nowhere = torch.ones(n, GROUPS, DIM // 2)
     entries = Entries(
         form=form, codes=codes, key_range=key_range, group=groups(n, codes.device),

@@ -36,6 +36,7 @@ from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
 from samkv_integrations.model.model import Model
 from tests.support.asking import ask
+from tests.support.chunks import encoded
 from tests.support.laws import changed, mixed
 from tests.support.models import FAMILIES, byte_tokenizer, hf_model, tiny_model
 
@@ -264,7 +265,7 @@ def _compare(form: EntryFormat, n_tokens: int) -> None:
     random = torch.Generator("cuda").manual_seed(n_tokens)
     shape = (n_tokens, n_kv_heads, head_dim)
     keys, values = (torch.randn(shape, generator=random, device="cuda").to(dtype) for _ in "kv")
-    codes, key_range = form.encode(3 * keys + 1, values)
+    codes, key_range = encoded(form, 3 * keys + 1, values)
     angle = torch.randn(n_tokens, 1, head_dim // 2, generator=random, device="cuda")
     whole = Entries(
         form=form, codes=codes, key_range=key_range, group=groups(n_tokens, codes.device),

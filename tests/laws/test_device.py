@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.formats.quantise import STORE_BITS, EntryFormat
-from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
+from samkv_integrations.cache.store import MemoryChunk, MemoryStore
 from samkv_integrations.engine import chunks, loader
 from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.decode import Decoder

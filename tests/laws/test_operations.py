@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.formats import quantise
 from samkv_integrations.cache.formats.quantise import Entries, EntryFormat
-from samkv_integrations.cache.memory import MemoryStore
-from samkv_integrations.cache.store import Store
+from samkv_integrations.cache.store import MemoryStore, Store
 from samkv_integrations.engine.blend import Blend, PassPlan
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.model import Model

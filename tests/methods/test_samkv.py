@@ -21,6 +21,7 @@ from samkv_integrations.methods.base import (
     ProbedLayer,
     RecomputeNone,
     SelectionInputs,
+    fill_budget,
 )
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
@@ -31,7 +32,6 @@ from samkv_integrations.methods.samkv import (
     personalise,
     selected_share,
 )
-from samkv_integrations.methods.scoring import fill_budget
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, UnsupportedModel
 from samkv_integrations.model.decode_layer import is_plain

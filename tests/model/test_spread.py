@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from samkv_integrations.cache.memory import MemoryStore
+from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.model.loading import load_model

@@ -15,8 +15,8 @@ import griffe
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.commands import markdown_table
 from samkv_integrations.cli.app import app
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.errors import MISS_REASONS
 
 ROOT = Path(__file__).parents[2]

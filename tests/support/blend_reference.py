@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, Fingerprint
 from samkv_integrations.cache.hot import HotChunks
-from samkv_integrations.cache.memory import MemoryChunk, MemoryStore
+from samkv_integrations.cache.store import MemoryChunk, MemoryStore
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.loader import Context
 from samkv_integrations.engine.working_cache import DenseCache

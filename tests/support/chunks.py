@@ -12,7 +12,7 @@ from samkv_integrations.cache.chunk import (
     Fingerprint,
     normalise,
 )
-from samkv_integrations.cache.formats.quantise import groups
+from samkv_integrations.cache.formats.quantise import EntryFormat, groups
 from samkv_integrations.engine.engine import Engine
 
 TINY = Fingerprint(
@@ -33,6 +33,13 @@ TINY = Fingerprint(
     store_bits=4,
 )
 """Of a model that needs a few bytes a token."""
+
+
+def encoded(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries and key range of one chunk's un-rotated keys and values (T, G, D), checked."""
+    entries, key_range, largest = form.encode_chunks(keys, values, [len(keys)])
+    form.check(float(largest))
+    return entries, key_range
 
 
 def random_chunk(
@@ -67,13 +74,16 @@ def random_chunk(
         return integer(middle.start, middle.stop, n_layers, of=torch.int32)
 
     outliers = integer(0, 2, n_layers, n_tokens, of=torch.uint8).bool()
-    outliers[:, : blocks.middle_start] = False
-    outliers[:, blocks.middle_stop :] = False
+    is_anchor = blocks.is_anchor.repeat_interleave(blocks.lengths)
+    outliers[:, is_anchor] = False
     token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
     n_middle = len(blocks.middle_blocks)
     form = made_by.entry_format
     keys, values = (normal(n_layers, n_tokens, n_groups, dim) for _ in range(2))
-    entries, key_range = map(torch.stack, zip(*map(form.encode, keys, values), strict=True))
+    entries, key_range = map(
+        torch.stack,
+        zip(*(encoded(form, *each) for each in zip(keys, values, strict=True)), strict=True),
+    )
     return ChunkCache(
         key=key or f"{seed:032x}",
         fingerprint=made_by,

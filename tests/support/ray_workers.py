@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cluster.ingest import CacheWorker
+from samkv_integrations.cluster import CacheWorker
 from samkv_integrations.engine import chunks as chunks_module
 from samkv_integrations.engine.prefill import prefill
 from samkv_integrations.llm.engine_args import ModelSource

@@ -85,25 +85,17 @@ class EntryFormat:
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Entries (T, E) uint8 and key range of a chunk's un-rotated keys and values (T, G, D).
-
-        The key range is (N, 2, G, D) float16: scale and offset of each channel in each group of
-        `GROUP_TOKENS` tokens; the last group may be shorter.
-
-        Raises InvalidChunk as `check` does, which waits for the device.
-        """
-        entries, key_range, largest = self.encode_chunks(keys, values, [len(keys)])
-        self.check(float(largest))
-        return entries, key_range
-
     def encode_chunks(
         self, keys: Tensor, values: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`encode` for chunks of ``lengths`` tokens, one behind the other, T tokens in all.
+        """Entries, key ranges, and the number for `check`, of un-rotated keys and values (T, G, D).
 
-        Takes as many operations for many chunks as for one, and nothing waits for the device.
-        Returns the entries, the key ranges of all chunks, and the number for `check`.
+        lengths: of chunks, one behind the other, T tokens in all. It takes as many operations for
+        many chunks as for one, and nothing waits for the device.
+
+        The entries are (T, E) uint8. The key ranges are (N, 2, G, D) float16, those of all chunks:
+        scale and offset of each channel in each group of `GROUP_TOKENS` tokens; the last group of a
+        chunk may be shorter.
         """
         mixed, wide = keys.float(), values.float()
         if self.is_quantised:

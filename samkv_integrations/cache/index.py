@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
-from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
-from samkv_integrations.cache.index.database import BRIEF_S, BUSY_S, Database
+from samkv_integrations.cache.chunk_file import ChunkFile, FileLayout, text_bytes
+from samkv_integrations.cache.database import BRIEF_S, BUSY_S, Database
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
@@ -92,10 +92,11 @@ class Entry:
 
     @classmethod
     def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
+        layout = FileLayout.of(chunk.fingerprint, chunk.n_tokens, namespace, chunk.text)
         return cls(
             fingerprint=chunk.fingerprint, key=chunk.key, namespace=namespace, text=chunk.text,
-            token_ids=chunk.token_ids.tolist(), used_at=time.time(),
-            n_bytes=FileLayout.of(chunk, namespace).file_size(chunk.key),
+            token_ids=chunk.token_ids.tolist(), n_bytes=layout.file_size(chunk.key),
+            used_at=time.time(),
         )  # fmt: skip
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Caching chunks by several workers, with Ray Data."""
+"""Ingest by several processes and machines, with Ray Data."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from samkv_integrations.engine.prefill import batches
 from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.llm.engine_args import ModelSource, engine_of
 from samkv_integrations.model.loading import bfloat16_is_slow
+
+__all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]
 
 PROBE = "which store"
 """Two processes that compute the same key of this text use the same store and model."""

@@ -80,11 +80,11 @@ class FileLayout:
     n_text: int
 
     @classmethod
-    def of(cls, chunk: ChunkCache, namespace: str) -> FileLayout:
-        """The layout of the file of ``chunk``."""
+    def of(cls, fingerprint: Fingerprint, n_tokens: int, namespace: str, text: str) -> FileLayout:
+        """The layout of the file of a chunk with this text."""
         return cls(
-            fingerprint=chunk.fingerprint, n_tokens=chunk.n_tokens, namespace=namespace,
-            n_text=len(text_bytes(chunk.text)),
+            fingerprint=fingerprint, n_tokens=n_tokens, namespace=namespace,
+            n_text=len(text_bytes(text)),
         )  # fmt: skip
 
     @cached_property
@@ -191,7 +191,7 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
 
     secret: of the store; the MACs are keyed with it.
     """
-    layout = FileLayout.of(chunk, namespace)
+    layout = FileLayout.of(chunk.fingerprint, chunk.n_tokens, namespace, chunk.text)
     text = torch.empty(layout.n_text, dtype=torch.uint8)
     byte_view(text)[:] = text_bytes(chunk.text)
     tensors = {
