@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import chain
@@ -20,15 +20,59 @@ import typer
 import typer.core
 
 from samkv_integrations.engine.options import ModelOptions
-from samkv_integrations.errors import SamkvError
+from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.option import declared, docstring_of
+
+REMOVED = {
+    "samkv adapt": "ingest as usual, with the default prefix='documents'",
+    "samkv bench": "run 'python -m benchmarks' in a clone",
+    "samkv store export": "give --remote, or run 'samkv store push', also to file://FOLDER",
+    "samkv store import": "run 'samkv store pull --remote URL', with the same SAMKV_STORE_SECRET",
+    "samkv store warm": "read the files: 'cat .samkv/kv/*/*/*.safetensors > /dev/null'",
+    "samkv plan": "docs/scale.md has the sizes and times that it worked out",
+    "ask --questions": "run 'samkv tune --questions FILE', which counts right answers",
+    "doctor --questions": "run 'samkv tune --questions FILE', which counts right answers",
+    "quickstart --questions": "put questions.jsonl into the folder that --documents names",
+    "methods --markdown": "docs/methods.md has the table",
+    "pull --collection": "it fetches the caches of the whole namespace",
+    "sync --no-build": "call ChromaLink.sync(build_missing=False)",
+    "sync --no-prune": "call ChromaLink.sync(prune=False)",
+    "tune --agree": "give --lose POINTS: right answers are what counts",
+    "tune --asked-by": "give --questions FILE, with gold answers",
+    "tune --by": "right answers are what counts; --lose POINTS may be lost",
+    "tune --fresh": "every run asks all questions anew",
+    "tune --most": "give a shorter file of questions",
+    "tune --output": "redirect the output of --json to a file",
+    "--check": "run 'samkv tune --no-write' with questions that are new",
+    "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
+    "--seed": "answers are greedy, and questions come in the order of their file",
+    **dict.fromkeys(
+        ("serve --ray", "serve --ray-address", "--replicas", "--replica-cpus", "--replica-gpus",
+         "--min-replicas", "--max-replicas"),
+        "start several servers behind a load balancer, on one --dir or --remote",
+    ),
+    "--route": "put a proxy that hashes 'x-session-id' before several servers",
+}  # fmt: skip
+"""Removed command or option, of one command or of any -> what takes its place."""
 
 IN_PYTHON = {"eviction_budget": "budget_ratio", "model": "model_name"}
 """Parameter of a command -> what the library calls it, if it has another name there."""
 
 
+def refuse_removed(names: Iterable[str]) -> None:
+    """Raises InvalidOption for a command or an option that was removed."""
+    for name in names:
+        if name in REMOVED:
+            raise InvalidOption(f"{name!r} was removed; {REMOVED[name]}")
+
+
 class Command(typer.core.TyperCommand):
     """A command whose errors name its flags, where the library names arguments."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        flags = [word.partition("=")[0] for word in args if word.startswith("--")]
+        refuse_removed(chain(flags, (f"{self.name} {flag}" for flag in flags)))
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:

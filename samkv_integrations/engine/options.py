@@ -10,6 +10,7 @@ Nothing here imports torch, so that ``samkv --help`` need not wait for it. For t
 of the engine stand in quotes.
 """
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,9 +60,15 @@ def check_value(name: str, value: Any) -> object:  # noqa: ANN401
 
 
 def check_prefix(prefix: object) -> None:
-    """Raises InvalidOption for an unknown policy."""
+    """Raises InvalidOption for an unknown policy, or a learned prefix, which was removed."""
     from samkv_integrations.engine.prefill import PrefixPolicy
 
+    is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
+    if prefix == "learned" or is_file:
+        raise InvalidOption(
+            f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
+            "ingest again"
+        )
     InvalidOption.unless_among("prefix", prefix, get_args(PrefixPolicy))
 
 

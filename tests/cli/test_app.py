@@ -118,6 +118,23 @@ def test_mistakes(
     assert expected in error_of(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("bench", "latency"), "'samkv bench' was removed; run 'python -m benchmarks'"),
+        (("store", "export", "x"), "'samkv store export' was removed; give --remote"),
+        (("store", "sync", "--no-build"), "'sync --no-build' was removed; call ChromaLink.sync"),
+        (("tune", "--by=f1"), "'tune --by' was removed; right answers"),
+        (("doctor", "--questions", "q"), "'doctor --questions' was removed; run 'samkv tune"),
+        (("ask", "Why?", "--seed", "7"), "'--seed' was removed; answers are greedy"),
+    ],
+)
+def test_what_was_removed_names_what_takes_its_place(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in error_of(*arguments)
+
+
 def test_the_help_names_every_option_of_ask() -> None:
     shown = ran("ask", "--help")
     assert all(f" {name} " in shown for name in ("--eviction", "--eviction-budget", "--store-bits"))

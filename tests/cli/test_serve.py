@@ -121,6 +121,7 @@ def test_namespaces_have_equal_parts_of_the_memory(
         (("--timeout", "0"), "--timeout 0"),
         (("--model", "nowhere/at-all"), "nowhere/at-all"),
         (("--namespace", "\udcff"), "namespace"),
+        (("--ray",), "'serve --ray' was removed; start several servers behind a load balancer"),
     ],
 )
 def test_what_it_does_not_begin_with(
