@@ -18,10 +18,11 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import store
 from samkv_integrations.cli.arguments import refuse_removed
 from samkv_integrations.cli.ask import ask, inspect, methods
+from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest, remove
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
-from samkv_integrations.cli.tune import doctor, tune
+from samkv_integrations.cli.tune import tune
 from samkv_integrations.errors import SamkvError
 
 USER_ERROR = 2

@@ -250,7 +250,7 @@ class Index(Collections):
         Raises InvalidOption if they were ingested with several models, and none is given.
         """
         known, model = _remembered(self.folder / "kv"), _absolute(self.model)
-        keys = map(json.dumps, places)
+        keys = map(_key, places)
         found = [known[key] for key in keys if key in known] or [*known.values()]
         models = dict.fromkeys(one.model for one in found)
         if model is None and len(models) > 1:
@@ -312,7 +312,7 @@ _NOTE = "ingested"
 
 def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
     """Keep the settings of a collection's ingest beside the caches."""
-    known = _remembered(folder / "kv") | {json.dumps(place): ingested}
+    known = _remembered(folder / "kv") | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
 
 
@@ -336,3 +336,7 @@ def _absolute(model: str | None) -> str | None:
     """The absolute path of a model that is a file or a folder; other names as they are."""
     is_path = model not in (None, BUILTIN, "smollm2") and Path(str(model)).exists()
     return str(Path(str(model)).resolve()) if is_path else model
+
+
+def _key(place: tuple[str, str]) -> str:
+    return json.dumps(place)

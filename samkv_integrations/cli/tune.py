@@ -1,4 +1,4 @@
-"""``samkv doctor`` and ``samkv tune``: is a model computed exactly, and what suits it?"""
+"""``samkv tune``."""
 
 from __future__ import annotations
 
@@ -11,49 +11,12 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import Index, Retrieval, use_threads_for
+from samkv_integrations.cli.loading import Index, Retrieval
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.formatting import count, ratio
 
 if TYPE_CHECKING:
     from samkv_integrations.cache.disk import ChunkStore
-
-
-CHECK_FAILED = 1
-"""Exit code if a model is not computed exactly."""
-_KEPT = "Keep the measured times beside the caches here."
-
-
-def doctor(
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    weights: args.Weights = "auto",
-    folder: Annotated[Path | None, typer.Option("--dir", resolve_path=True, help=_KEPT)] = None,
-    as_json: args.Json = False,
-) -> None:  # fmt: skip
-    """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
-
-    It says when full prefill is faster. 'samkv tune' counts right answers.
-    """
-    from tqdm.auto import tqdm
-
-    from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.engine.doctor import examine
-    from samkv_integrations.model.loading import load_model
-
-    use_threads_for(model)  # times of another number of threads would not be found again
-    loaded = load_model(model, device=device, dtype=dtype, weights=weights)
-    store = None if folder is None else ChunkStore(folder / "kv")
-    checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
-    failed = [check.name for check in checks if not check.ok]
-    words = [(check.name, "ok" if check.ok else "failed", check.detail) for check in checks]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "computed as by transformers"
-    tables.report(
-        "doctor", model, [check.to_row() for check in checks],
-        tables.table(("check", "", "detail"), words, left=3),
-        f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}", as_json=as_json,
-    )  # fmt: skip
-    if failed:
-        raise typer.Exit(CHECK_FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
