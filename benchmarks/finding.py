@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.index import Entry, Index, IndexedChunks
+from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.model.loading import load_tokenizer
 from samkv_integrations.prompt.layout import find_runs

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.cache.chunk_file import ChunkFile, encode
-from samkv_integrations.cache.folder import (
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode
+from samkv_integrations.cache.files.folder import (
     ChunkFolder,
     cannot,
     folder_named,
@@ -18,8 +18,8 @@ from samkv_integrations.cache.folder import (
     write_file,
     write_new,
 )  # fmt: skip
-from samkv_integrations.cache.index import Entry, bytes_of
-from samkv_integrations.cache.remote_tier import SharedTier, objects_outside
+from samkv_integrations.cache.index.index import Entry, bytes_of
+from samkv_integrations.cache.remote.tier import SharedTier, objects_outside
 from samkv_integrations.cache.store import Store, StoredChunk
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.chunk_file import ChunkFile, FileLayout
-from samkv_integrations.cache.index import Place
+from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout
+from samkv_integrations.cache.index.index import Place
 from samkv_integrations.cache.store import MemoryChunk, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 

@@ -25,7 +25,7 @@ from samkv_integrations.cache.chunk import (
     chunk_key,
     normalise,
 )
-from samkv_integrations.cache.index import EVICTED, Entry, Index, IndexedChunks, Place
+from samkv_integrations.cache.index.index import EVICTED, Entry, Index, IndexedChunks, Place
 from samkv_integrations.cache.windows import ChunkIndex
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, StoreError
 

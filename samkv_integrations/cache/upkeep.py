@@ -10,11 +10,11 @@ from itertools import accumulate
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.cache.chunk_file import ChunkFile
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.folder import Recovered, reconcile
-from samkv_integrations.cache.index import LOST, PRESENT, Place
-from samkv_integrations.cache.remote_tier import SharedTier
+from samkv_integrations.cache.files.chunk_file import ChunkFile
+from samkv_integrations.cache.files.folder import Recovered, reconcile
+from samkv_integrations.cache.index.index import LOST, PRESENT, Place
+from samkv_integrations.cache.remote.tier import SharedTier
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 
 

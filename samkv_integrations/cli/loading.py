@@ -199,7 +199,7 @@ class Collections(Caches):
 
         Otherwise its texts would be cached again, in this namespace. Without caches all is well.
         """
-        from samkv_integrations.cache.index import EVICTED, LOST, PRESENT
+        from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
         from samkv_integrations.chroma.records import Records
 
         if not (self.folder / "kv").is_dir():
@@ -317,7 +317,7 @@ def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Inges
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
-    from samkv_integrations.cache.folder import read_small
+    from samkv_integrations.cache.files.folder import read_small
 
     # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):

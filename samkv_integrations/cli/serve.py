@@ -82,7 +82,7 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     """
     text = serving.keys_text  # refused before anything is imported, which takes time
 
-    from samkv_integrations.cache.index import bytes_of
+    from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.engine.chunks import hot_budget
     from samkv_integrations.engine.scheduler import Limits, Scheduler
     from samkv_integrations.model.loading import load_model

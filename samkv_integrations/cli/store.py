@@ -181,7 +181,7 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
-    from samkv_integrations.cache.index import bytes_of
+    from samkv_integrations.cache.index.index import bytes_of
 
     store = Caches(folder=folder).store()
     n_before = store.stats(everyone=True).n_chunks
@@ -235,7 +235,7 @@ def pull(
     as_json: args.Json = False,
 ) -> None:
     """Fetch caches of other machines, newest first, before questions need them."""
-    from samkv_integrations.cache.index import bytes_of
+    from samkv_integrations.cache.index.index import bytes_of
     from samkv_integrations.cache.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)

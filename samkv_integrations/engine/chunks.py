@@ -26,11 +26,11 @@ from samkv_integrations.cache.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.chunk_file import FileLayout
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.files.chunk_file import FileLayout
 from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.cache.hot import HotChunks
-from samkv_integrations.cache.index import bytes_of
+from samkv_integrations.cache.index.index import bytes_of
 from samkv_integrations.cache.store import MemoryChunk, Outage, Store, StoredChunk
 from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.engine.prefill import (

@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Strict, TypeAdapter, ValidationError
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.folder import read_small, write_file
+from samkv_integrations.cache.files.folder import read_small, write_file
 from samkv_integrations.cache.formats.quantise import DEFAULT_STORE_BITS, check_store_bits
 from samkv_integrations.cache.store import Store
 from samkv_integrations.errors import InvalidOption, UnknownOption

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, PrivateAttr
 from pydantic.json_schema import SkipJsonSchema
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.index import bytes_of
+from samkv_integrations.cache.index.index import bytes_of
 from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.options import EngineOptions, check_options

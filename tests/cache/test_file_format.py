@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import BlockScheme, ChunkCache
-from samkv_integrations.cache.chunk_file import FileLayout
+from samkv_integrations.cache.files.chunk_file import FileLayout
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.errors import CacheMiss
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from samkv_integrations.cache.index import Entry, Index, IndexedChunks
+from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.prompt.layout import find_runs
 from tests.support.chunks import TINY

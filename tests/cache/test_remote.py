@@ -15,10 +15,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from samkv_integrations.cache import remote_objects as objects_module
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote_objects import AT_ONCE, ObjectInfo, Objects
-from samkv_integrations.cache.remote_tier import SharedTier
+from samkv_integrations.cache.remote import objects as objects_module
+from samkv_integrations.cache.remote.objects import AT_ONCE, ObjectInfo, Objects
+from samkv_integrations.cache.remote.tier import SharedTier
 from samkv_integrations.cache.store import Store
 from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
@@ -650,7 +650,7 @@ def test_what_could_not_be_sent_is_pushed_later(
     fill(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "samkv_integrations.cache.remote_objects.written",
+            "samkv_integrations.cache.remote.objects.written",
             lambda *_, **__: (_ for _ in ()).throw(ConnectionError()),
         )
         sent, unsent, gone = fill(store, 3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote_objects import Objects
+from samkv_integrations.cache.remote.objects import Objects
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine.engine import Engine

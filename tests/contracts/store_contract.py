@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
-from samkv_integrations.cache.chunk_file import FileLayout
+from samkv_integrations.cache.files.chunk_file import FileLayout
 from samkv_integrations.cache.store import FingerprintStats, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache import chunk_file
-from samkv_integrations.cache.chunk_file import ChunkFile
+from samkv_integrations.cache.files import chunk_file
+from samkv_integrations.cache.files.chunk_file import ChunkFile
 from samkv_integrations.cache.formats.quantise import STORE_BITS
 from samkv_integrations.cache.hot import HotChunk
 from samkv_integrations.engine import scheduler, working_cache

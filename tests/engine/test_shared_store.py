@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote_objects import Objects
-from samkv_integrations.cache.remote_tier import HEAD_BYTES
+from samkv_integrations.cache.remote.objects import Objects
+from samkv_integrations.cache.remote.tier import HEAD_BYTES
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.errors import CacheMiss
 from tests.support.models import tiny_model

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.cache.index import Entry, Index, IndexedChunks
+from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import PromptChunk, Run, find_runs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.chunk_file import ChunkFile, encode
+from samkv_integrations.cache.files.chunk_file import ChunkFile, encode
 from samkv_integrations.cache.store import StoredChunk
 
 SECRET = bytes(range(100, 132))

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, SECRET_BYTES
-from samkv_integrations.cache.chunk_file import BAD_JSON, ChunkFile, open_regular
-from samkv_integrations.cache.index import PRESENT, Entry, Index, Place
+from samkv_integrations.cache.files.chunk_file import BAD_JSON, ChunkFile, open_regular
+from samkv_integrations.cache.index.index import PRESENT, Entry, Index, Place
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 
 TEMPORARY = ".tmp"

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.cache.chunk_file import open_regular
-from samkv_integrations.cache.folder import written
+from samkv_integrations.cache.files.chunk_file import open_regular
+from samkv_integrations.cache.files.folder import written
 from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
 
 AT_ONCE = 16

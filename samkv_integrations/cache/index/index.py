@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
-from samkv_integrations.cache.chunk_file import ChunkFile, FileLayout, text_bytes
-from samkv_integrations.cache.database import BRIEF_S, BUSY_S, Database
+from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
+from samkv_integrations.cache.index.database import BRIEF_S, BUSY_S, Database
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError

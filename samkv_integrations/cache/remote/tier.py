@@ -24,10 +24,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION
-from samkv_integrations.cache.chunk_file import ChunkFile, open_regular
-from samkv_integrations.cache.folder import ChunkFolder, check_of, folder_named, marker_fields
-from samkv_integrations.cache.index import EVICTED, LOST, PRESENT, Entry, Place
-from samkv_integrations.cache.remote_objects import ObjectInfo, Objects
+from samkv_integrations.cache.files.chunk_file import ChunkFile, open_regular
+from samkv_integrations.cache.files.folder import ChunkFolder, check_of, folder_named, marker_fields
+from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT, Entry, Place
+from samkv_integrations.cache.remote.objects import ObjectInfo, Objects
 from samkv_integrations.cache.store import Outage
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 

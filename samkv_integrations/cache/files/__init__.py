@@ -1,0 +1,1 @@
+"""Chunk files: one safetensors file for each chunk."""

@@ -1,0 +1,1 @@
+"""The index of a store's chunk files, in SQLite."""

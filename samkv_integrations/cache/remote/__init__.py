@@ -1,0 +1,1 @@
+"""The remote tier: chunk caches in a bucket that machines share."""
