@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -483,6 +484,7 @@ def test_an_answer_that_has_no_memory_fails_alone(
 
     monkeypatch.setattr(DenseCache, "attend", full)
     monkeypatch.setattr(scheduler, "decode", counted)
+    monkeypatch.setattr(scheduler, "LEAST_PART_S", math.inf)  # no step before both have begun
     with ThreadPoolExecutor(3) as pool:
         pool.submit(hot.scheduler.run, lambda: go_on.wait(60))
         goes_on = pool.submit(hot.generate, short, CHUNKS[:1], **asked)
