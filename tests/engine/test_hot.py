@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import shutil
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
