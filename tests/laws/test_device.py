@@ -47,7 +47,7 @@ AS_CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 class OnThisThread(Scheduler):
     """Where the device is pretended, which is a matter of one thread."""
 
-    def run(self, work: Callable[[], Any]) -> Any:
+    def run(self, work: Callable[[], Any], *, may_pause: bool = False) -> Any:
         with torch.inference_mode():
             return work()
 
