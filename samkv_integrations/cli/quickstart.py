@@ -14,8 +14,9 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
-from samkv_integrations.cli.ingest import Read, find_documents, read_chunks
+from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
 from samkv_integrations.cli.loading import BUILTIN, Index, Ingested
+from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.formatting import Row, count, ratio, seconds
 
@@ -33,7 +34,6 @@ SMOLLM2 = "smollm2"
 
 CHUNK_TOKENS = 512
 ANSWER_TOKENS = 16
-TOP_K = 5
 
 PARAGRAPHS = Path("examples/paragraphs")
 ARCHIVE = Path("examples/town_archive")
@@ -53,8 +53,8 @@ def quickstart(
 ) -> None:  # fmt: skip
     """The whole way: index documents, ask about them, compare the methods.
 
-    The documents are paragraphs of Wikipedia, a chunk each; five of them are in a prompt. Without
-    the model smollm2 it runs the built-in model over documents that this one can read.
+    The documents are paragraphs of Wikipedia, in chunks of 512 tokens. Without the model smollm2 it
+    runs the built-in model over documents that this one can read.
     """
     samples = _samples_of(model, documents)
 
@@ -88,15 +88,16 @@ def quickstart(
         f"{count(len(read.sources), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
         f"{done.n_cached} prefilled now, {done.n_hit} already cached in {folder / 'kv'}"
     )
+    top_k = 5 if model == BUILTIN else 2  # the archive's documents are shorter than a chunk
     engine.store.delete_beginnings()  # of an earlier run
     with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
     # a first answer is slow, and an exact beginning needs a head that an earlier prompt had
-    texts, _, prompt = retrieved(link, questions[0].question, TOP_K, None)
+    texts, _, prompt = retrieved(link, questions[0].question, top_k, None)
     with_beginnings.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
     rows: list[Row] = []
     is_shown = False
     for one in tqdm(questions, desc="asking", leave=False):
-        texts, sources, prompt = retrieved(link, one.question, TOP_K, None)
+        texts, sources, prompt = retrieved(link, one.question, top_k, None)
         gold, mine = one.answers, list[Row]()
         for name in COMPARED:
             asked = engine if name in (FULL, "reuse") else with_beginnings
@@ -135,9 +136,20 @@ def _samples_of(model: str, given: Path | None) -> Path:
 
 
 def _read(folder: Path, model: Model) -> Read:
-    """The chunks of a folder. Raises EmptyInput if there is no text."""
+    """The chunks of a folder; sample paragraphs are joined, so that chunks have a usual length.
+
+    Raises EmptyInput if there is no text.
+    """
     files = find_documents([folder]).files
-    read = read_chunks(files, model, CHUNK_TOKENS)
+    if folder != PARAGRAPHS:
+        read = read_chunks(files, model, CHUNK_TOKENS)
+    else:
+        whole = "\n\n".join(read_text(file).strip() for file in files)
+        texts = split(whole, ".txt", model, CHUNK_TOKENS)
+        read = Read(
+            ids=[f"paragraphs#{number}" for number in range(len(texts))], texts=texts,
+            rows=[{"source": "paragraphs"} for _ in texts], sources=["paragraphs"],
+        )  # fmt: skip
     if not read.texts:
         raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")
     return read
