@@ -47,7 +47,8 @@ class Report:
     bytes_read: read from chunk caches, headers and scoring data included.
     kv_bytes: KV entries that the first token read, before any eviction; full_kv_bytes: those of
         full prefill; decode_kv_bytes: those held at the end of the answer.
-    probe_s, select_s, load_s, blend_s: seconds of each stage. load_s is all reading (on a GPU, only
+    probe_s, select_s, load_s, blend_s: seconds of each stage, with those of other answers between
+        its layers (`Scheduler`). load_s is all reading (on a GPU, only
         what is read before a pass: the rest overlaps with probe_s and blend_s). blend_s includes
         eviction.
     wait_s: from the end of reading the prompt until the model was free for it.

@@ -51,6 +51,9 @@ PASS_SHARE = 4
 LEAST_PART_S = 0.005
 """Seconds of a pass between two interruptions, at least."""
 
+WORK_TOKENS = 1024
+"""Tokens that a call of `Scheduler.run` is taken to compute: about a batch of chunks."""
+
 
 class Abandoned(Exception):
     """Nobody reads the answer any more; raised inside a pass to end it."""
@@ -120,18 +123,20 @@ class RunningAnswer:
 
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
-    owner: who asks, see `OWNER`. n_prompt: tokens of the prompt. pieces: for the reader; the first
-    one is empty and comes with the first token. is_complete: the last piece has been put.
-    is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after the first;
-    None before it and at the end. lookup: drafts tokens; None if nothing is drafted. token: the
-    next input of the model.
+    owner: who asks, see `OWNER`. n_prompt: tokens of the prompt. n_uncached: those in no chunk that
+    has a cache. pieces: for the reader; the first one is empty and comes with the first token.
+    is_complete: the last piece has been put. is_abandoned: set by a reader that has left. decoder,
+    sampler: for the tokens after the first; None before it and at the end. lookup: drafts tokens;
+    None if nothing is drafted. token: the next input of the model.
     """
 
     _report: Report  # of the first token
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
-        self.n_prompt = len(request.resolved.token_ids)
+        self.n_prompt = self.n_uncached = len(request.resolved.token_ids)
+        for chunk in request.resolved.chunks:
+            self.n_uncached -= 0 if chunk.stored is None else chunk.n_tokens
         n_entries = self.n_prompt + request.capacity
         self.kv_bytes = n_entries * request.model.token_kv_bytes  # at most
         self.pieces = Pieces()
@@ -147,15 +152,16 @@ class RunningAnswer:
     def begin(self, between_layers: Callable[[], None]) -> None:
         """Compute the first token. Raises Abandoned if the reader leaves meanwhile.
 
-        between_layers: called before each layer.
+        between_layers: called before each layer, on a CPU. A GPU's layers are only queued.
         """
         request, model = self.request, self.request.model
-        began = time.perf_counter()
+        began, is_on_cpu = time.perf_counter(), model.device.type == "cpu"
 
         def check() -> None:
             if self.is_abandoned:
                 raise Abandoned
-            between_layers()
+            if is_on_cpu:
+                between_layers()
 
         request.stages += (
             Stage(name="read", began=request.began, ended=request.asked),
@@ -307,12 +313,12 @@ class Scheduler:
 
     Between two decoding steps it does at most one longer piece of work: the first token of the next
     answer, or a call of `run`, after which the running answers of the same owner get as much time.
-    Steps go on between the layers of its passes. A first token comes there, too, if its owner has
-    used less time, and its prompt is at most half as long. Several owners (see `OWNER`) share the
-    time equally: none begins an answer beyond half of the places of a batch, and an owner that has
-    more answers than places alternates between them. Answers of one owner begin in the order in
-    which they came. An answer whose reader is `AHEAD` pieces behind is paused, and its place goes
-    to another one.
+    On a CPU steps go on between the layers of its passes. A first token comes there, too, if its
+    owner has used less time, and its prompt is at most half of what the pass computes. Several
+    owners (see `OWNER`) share the time equally: none begins an answer beyond half of the places of
+    a batch, and an owner that has more answers than places alternates between them. Answers of one
+    owner begin in the order in which they came. An answer whose reader is `AHEAD` pieces behind is
+    paused, and its place goes to another one.
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
@@ -380,7 +386,7 @@ class Scheduler:
     def run(self, work: Callable[[], _Made], *, may_pause: bool = False) -> _Made:
         """Run ``work`` in the model's thread, without gradients; returns or raises what it does.
 
-        may_pause: whether other answers go on between the layers of its passes.
+        may_pause: whether other answers go on between the layers of its passes, on a CPU.
         """
         thread = self._running_thread()
         if threading.current_thread() is thread.thread:
@@ -390,9 +396,10 @@ class Scheduler:
         def call() -> None:
             if not done.set_running_or_notify_cancel():
                 return
-            others = thread.between_layers
+            pauses = may_pause and self.model.device.type == "cpu"
+            others = self.model.interruptible(thread.between_layers) if pauses else nullcontext()
             try:
-                with self.model.interruptible(others) if may_pause else nullcontext():
+                with others:
                     done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
@@ -579,12 +586,14 @@ class _Thread:
         """
         limits, queue, batch = self._limits, self._queue, self._batch()
         begun, has_room = [*self.running], True
-        if self._paused is not None and isinstance(self._paused.letter, RunningAnswer):
-            begun.append(self._paused.letter)
-            batch.append(self._paused.letter)
+        paused = [] if self._paused is None else [self._paused.letter]
+        for each in paused:
+            if isinstance(each, RunningAnswer):
+                begun.append(each)
+                batch.append(each)
         n_running = Counter(each.owner for each in batch)
         fullest = max(n_running.values(), default=0)
-        owners = {*n_running, *(each.owner for each in queue)}
+        owners = {*n_running, *(each.owner for each in (*queue, *paused))}
         self._clock = min(map(self._start_of, owners), default=self._clock)
         least = min(map(self._start_of, n_running), default=math.inf)
         most = limits.max_batch if len(owners) == 1 else max(1, limits.max_batch // 2)
@@ -618,12 +627,14 @@ class _Thread:
             self._ahead[owner] -= seconds
 
     def _do_next(self) -> bool:
-        """Do what takes longer than a step: a call of `run`, or the first token of an answer.
-
-        Returns False if there is neither.
-        """
+        """Do what takes longer than a step, if there is something. Returns False if not."""
         if (at := self._next()) is None:
             return False
+        self._do(at)
+        return True
+
+    def _do(self, at: int) -> None:
+        """Do what is in the queue there: a call of `run`, or the first token of an answer."""
         letter = self._queue[at]
         del self._queue[at]
         self.pass_began = time.perf_counter()
@@ -633,7 +644,9 @@ class _Thread:
         else:
             try:
                 letter.begin(self.between_layers)
-            except BaseException as error:  # Abandoned, too, which nobody reads
+            except Abandoned:  # nobody reads it, and it would keep what the pass computed with
+                self._end(letter)
+            except BaseException as error:
                 self._end(letter)
                 letter.fail(error)
             else:
@@ -644,7 +657,6 @@ class _Thread:
         self._account(doing)
         if isinstance(letter, _Work):
             self._ahead[letter.owner] = doing.seconds
-        return True
 
     def _account(self, doing: _Doing) -> None:
         """Charge the time since ``doing.until`` to its owner."""
@@ -661,32 +673,32 @@ class _Thread:
         time, or if the last step is `PASS_SHARE` times its own seconds ago.
         """
         doing, now = self._doing, time.perf_counter()
-        if doing is None or now - doing.until < LEAST_PART_S:
+        if doing is None or now - doing.until < LEAST_PART_S or self._is_stopped:
             return
         self._account(doing)
-        outer, pass_began = self._paused, self.pass_began
-        self._doing, self._paused = None, doing
+        outer, self._doing, self._paused = self._paused, None, doing
         try:
             self._read_mail(wait=False)
             self._drop()
             used = self._start_of(doing.letter.owner)
-            if outer is None and self._may_interrupt(doing.letter, used):
-                self._do_next()
+            at = self._next() if outer is None else None
+            if at is not None and self._is_shorter(self._queue[at], doing.letter):
+                if self._start_of(self._queue[at].owner) < used:
+                    self._do(at)
             is_due = now - self._step_ended > PASS_SHARE * self._step_s
             if is_due or any(self._start_of(each.owner) < used for each in self._batch()):
                 self._step()
         finally:
-            self._doing, self._paused, self.pass_began = doing, outer, pass_began
+            self._doing, self._paused = doing, outer
             doing.until = time.perf_counter()
+            self.pass_began = doing.until - doing.seconds
 
-    def _may_interrupt(self, doing: RunningAnswer | _Work, used: float) -> bool:
-        """Whether what comes next is a first token, of less time and of a prompt half as long."""
-        if (at := self._next()) is None:
+    def _is_shorter(self, letter: RunningAnswer | _Work, doing: RunningAnswer | _Work) -> bool:
+        """Whether it is a first token, which computes half as much as ``doing`` at most."""
+        if not isinstance(letter, RunningAnswer):
             return False
-        letter = self._queue[at]
-        if not isinstance(letter, RunningAnswer) or self._start_of(letter.owner) >= used:
-            return False
-        return not isinstance(doing, RunningAnswer) or 2 * letter.n_prompt <= doing.n_prompt
+        n_tokens = doing.n_uncached if isinstance(doing, RunningAnswer) else WORK_TOKENS
+        return 2 * letter.n_prompt <= n_tokens
 
     def _step(self) -> bool:
         """Decode one token of each answer in the batch, and what can be drafted.
@@ -698,7 +710,11 @@ class _Thread:
             return False
         if len(self.running) > len(batch):  # the others come first the next time
             self.running = [each for each in self.running if each not in batch] + batch
-        if self._decode(batch):
+        began = time.perf_counter()
+        is_done = self._decode(batch)
+        self._step_ended = time.perf_counter()
+        self._step_s = self._step_ended - began
+        if is_done:
             return True
         HotChunks.clear_all()
         for answer in batch:
@@ -731,8 +747,7 @@ class _Thread:
             return True
         finally:
             self.pass_began = None
-        self._step_ended = time.perf_counter()
-        self._step_s = seconds = self._step_ended - began
+        seconds = time.perf_counter() - began
         for answer, (_, *drafted), of_one in zip(batch, tokens, logits, strict=True):
             began = time.perf_counter()
             try:

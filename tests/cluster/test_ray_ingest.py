@@ -101,7 +101,7 @@ def test_a_text_that_kills_workers_ends_the_ingest_which_goes_on_later(
 
 @pytest.mark.slow  # begins a cluster
 def test_workers_that_fit_nowhere_are_not_waited_for(tmp_path: Path, tiny: str) -> None:
-    source = source_of(tiny, tmp_path / "kv")
+    source = ModelSource(model_name=tiny, kv_dir=tmp_path / "kv", dtype="float32")
     for pool in (WorkerPool(n_cpus=3), WorkerPool(n_workers=3), WorkerPool(n_gpus=1.0)):
         with pytest.raises(InvalidOption, match="give fewer or smaller ones"):
             cache_on_ray(engine_of(source), source, TEXTS[:2], pool)

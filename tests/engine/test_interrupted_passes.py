@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ PROMPTS = [
     "Read.\n\n" + "\n\n".join(TEXTS[place % 3 :]) + f"\n\nQ{place}: what?\nA:" for place in range(4)
 ]
 LONG = " ".join(f"{number} is a number." for number in range(40))
+SHORT = "A question of sixty tokens or so, which is in no chunk: what?"
 OTHER_TEXTS = [text[::-1] for text in TEXTS]
 
 
@@ -35,18 +37,20 @@ class Passes:
     """What happens inside passes, which are interrupted before each layer.
 
     events: the layer of a pass, ``step`` or ``first``, in the order in which they begin.
-    on_layer: called in a pass of several tokens, before its layer's check.
+    on_layer: called in a pass of several tokens, before its layer's check. on_step: before a step.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[int | str] = []
         self.on_layer: Callable[[int], None] = lambda layer: None
+        self.on_step: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "LEAST_PART_S", 0.0)
         monkeypatch.setattr(module, "PASS_SHARE", 0)
         decode, first_token, layer = module.decode, module.first_token, Model.layer
 
         def counted_step(*given: Any) -> Any:
             self.events.append("step")
+            self.on_step()
             return decode(*given)
 
         def counted_first(request: Any) -> Any:
@@ -132,8 +136,14 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
             wait_until(lambda: engine.scheduler.load.waiting == 1, "it waits")
             passes.events.clear()
             cached = threads.submit(engine.cache_chunks, OTHER_TEXTS)
-            mail = engine.scheduler._running_thread().mail  # noqa: SLF001
-            wait_until(lambda: mail.qsize() == 2, "both wait")
+            thread = engine.scheduler._running_thread()  # noqa: SLF001
+            wait_until(lambda: thread.mail.qsize() == 2, "both wait")
+
+            def is_asked_for() -> bool:  # the pass over chunks, behind a look at the prefix
+                waits = not thread.mail.empty() or len(thread._queue) > 0  # noqa: SLF001
+                return waits or passes.events.count(0) > 1
+
+            passes.on_step = lambda: wait_until(is_asked_for, "chunks are to be computed")
         assert asked.result(PATIENCE_S).text == alone
         cached.result(PATIENCE_S)
     of_chunks = passes.events.index(0, passes.events.index("step"))
@@ -142,15 +152,21 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "prompt", "is_inside"),
-    [("few", PROMPTS[1], True), ("many", PROMPTS[1], False), ("few", LONG, False)],
+    ("owner", "outer", "prompt", "is_inside"),
+    [
+        ("few", LONG, PROMPTS[1], True),
+        ("many", LONG, PROMPTS[1], False),
+        ("few", LONG, LONG, False),
+        ("few", PROMPTS[0], SHORT, False),  # nearly all of which is cached
+        ("few", PROMPTS[0], "What?", True),
+    ],
 )
 def test_an_owner_of_less_time_does_not_wait_for_a_longer_pass_of_another(
-    owner: str, prompt: str, is_inside: bool, passes: Passes
+    owner: str, outer: str, prompt: str, is_inside: bool, passes: Passes
 ) -> None:
     engine = Engine(tiny_model("llama"), block_size=8, method="reuse", prefix_bytes=0)
     engine.cache_chunks(TEXTS)
-    alone = [engine.generate(each, max_new_tokens=4).text for each in (LONG, prompt)]
+    alone = [engine.generate(each, max_new_tokens=4).text for each in (outer, prompt)]
     passes.events.clear()
     second: list[Future[Any]] = []
 
@@ -162,7 +178,7 @@ def test_an_owner_of_less_time_does_not_wait_for_a_longer_pass_of_another(
 
     passes.on_layer = ask
     with ThreadPoolExecutor(2) as threads:
-        first = as_owner("many", threads, engine.generate, LONG, max_new_tokens=4)
+        first = as_owner("many", threads, engine.generate, outer, max_new_tokens=4)
         answers = [first.result(PATIENCE_S).text, second[0].result(PATIENCE_S).text]
     assert answers == alone
     n_layers = engine.model.n_layers
@@ -189,3 +205,31 @@ def test_both_passes_count_for_the_limit_of_memory(passes: Passes) -> None:
         asked.append(as_owner("many", threads, engine.generate, LONG, max_new_tokens=4))
         assert asked[0].result(PATIENCE_S).text and asked[1].result(PATIENCE_S).text
     assert "first" not in passes.events[1 : engine.model.n_layers]
+
+
+def test_choosing_a_token_is_a_part_of_the_step(
+    passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or an answer that is held to a schema would interrupt every layer of a pass."""
+    advance = module.RunningAnswer.advance
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.05)
+        advance(*given)
+
+    monkeypatch.setattr(module.RunningAnswer, "advance", slow)
+    monkeypatch.setattr(module, "PASS_SHARE", 10**6)
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
+    engine.cache_chunks(TEXTS)
+    with ThreadPoolExecutor(2) as threads:
+        with held(engine):
+            asked = [
+                threads.submit(engine.generate, each, max_new_tokens=4) for each in PROMPTS[:2]
+            ]
+            wait_until(lambda: engine.scheduler.load.waiting == 2, "they wait")
+            passes.events.clear()
+        assert all(each.result(PATIENCE_S).text for each in asked)
+    thread = engine.scheduler._running_thread()  # noqa: SLF001
+    assert thread._step_s >= 0.05  # noqa: SLF001
+    second = passes.events.index("first", 1)
+    assert passes.events[second + 1 : second + 1 + engine.model.n_layers] == [0, 1, 2, 3]

@@ -373,7 +373,8 @@ class TestInt8:
         hf, tokenizer = hf_model("gemma3_text"), byte_tokenizer(bos=True)
         hf.bfloat16().save_pretrained(tmp_path)
         plain, model = (
-            load(tmp_path, tokenizer=tokenizer, weights=weights) for weights in ("auto", "int8")
+            load(tmp_path, tokenizer=tokenizer, dtype="bfloat16", weights=weights)
+            for weights in ("auto", "int8")
         )
         assert (plain.dtype_name, model.dtype_name) == ("bfloat16", "bfloat16")
         assert model.identity.weights != plain.identity.weights
