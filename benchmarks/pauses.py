@@ -17,9 +17,8 @@ from statistics import median
 import typer
 
 from benchmarks.answer_grid import Texts
-from benchmarks.commands import STDOUT, write
+from benchmarks.commands import STDOUT, markdown_table, write
 from benchmarks.run_settings import hardware
-from samkv_integrations.cli.tables import markdown_table
 from samkv_integrations.engine import scheduler
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.model.loading import load_model
