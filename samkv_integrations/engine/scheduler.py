@@ -464,6 +464,14 @@ class _Doing:
     seconds: float = 0.0
 
 
+def _is_shorter(letter: RunningAnswer | _Work, doing: RunningAnswer | _Work) -> bool:
+    """Whether it is a first token, which computes half as much as ``doing`` at most."""
+    if not isinstance(letter, RunningAnswer):
+        return False
+    n_tokens = doing.n_uncached if isinstance(doing, RunningAnswer) else WORK_TOKENS
+    return 2 * letter.n_prompt <= n_tokens
+
+
 class _Thread:
     """The thread of a scheduler. It holds no reference to it, and ends when it is collected.
 
@@ -682,7 +690,7 @@ class _Thread:
             self._drop()
             used = self._start_of(doing.letter.owner)
             at = self._next() if outer is None else None
-            if at is not None and self._is_shorter(self._queue[at], doing.letter):
+            if at is not None and _is_shorter(self._queue[at], doing.letter):
                 if self._start_of(self._queue[at].owner) < used:
                     self._do(at)
             is_due = now - self._step_ended > PASS_SHARE * self._step_s
@@ -692,13 +700,6 @@ class _Thread:
             self._doing, self._paused = doing, outer
             doing.until = time.perf_counter()
             self.pass_began = doing.until - doing.seconds
-
-    def _is_shorter(self, letter: RunningAnswer | _Work, doing: RunningAnswer | _Work) -> bool:
-        """Whether it is a first token, which computes half as much as ``doing`` at most."""
-        if not isinstance(letter, RunningAnswer):
-            return False
-        n_tokens = doing.n_uncached if isinstance(doing, RunningAnswer) else WORK_TOKENS
-        return 2 * letter.n_prompt <= n_tokens
 
     def _step(self) -> bool:
         """Decode one token of each answer in the batch, and what can be drafted.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.engine import scheduler as module
-from samkv_integrations.engine.scheduler import OWNER, Limits, Scheduler
+from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
 from samkv_integrations.model.model import Model
+from tests.engine.test_scheduler import as_owner
 from tests.support.covering import covering
 from tests.support.models import tiny_model
 from tests.support.processes import wait_until
@@ -74,14 +74,6 @@ class Passes:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     return Passes(monkeypatch)
-
-
-def as_owner(
-    owner: str, threads: ThreadPoolExecutor, call: Any, *given: Any, **options: Any
-) -> Any:
-    context = copy_context()
-    context.run(OWNER.set, owner)
-    return threads.submit(context.run, call, *given, **options)
 
 
 @contextmanager
@@ -232,4 +224,5 @@ def test_choosing_a_token_is_a_part_of_the_step(
     thread = engine.scheduler._running_thread()  # noqa: SLF001
     assert thread._step_s >= 0.05  # noqa: SLF001
     second = passes.events.index("first", 1)
-    assert passes.events[second + 1 : second + 1 + engine.model.n_layers] == [0, 1, 2, 3]
+    layers = list(range(engine.model.n_layers))
+    assert passes.events[second + 1 :][: len(layers)] == layers
