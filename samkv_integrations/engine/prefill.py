@@ -313,6 +313,7 @@ def prefill(
     encoded, means = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
     sides = (torch.split(side, together) for side in (of_keys, of_values))
     for keys, values in zip(*sides, strict=True):
+        model.pause()
         rows = keys.flatten(0, 1), values.flatten(0, 1)
         encoded.append(form.encode_chunks(*rows, lengths * len(keys)))
         means.append(middle(keys.index_select(1, middle.rows)))

@@ -123,8 +123,8 @@ class RunningAnswer:
 
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
-    owner: who asks, see `OWNER`. n_prompt: tokens of the prompt. n_uncached: those in no chunk that
-    has a cache. pieces: for the reader; the first one is empty and comes with the first token.
+    owner: who asks, see `OWNER`. n_computed: tokens that the first token's pass computes, at most.
+    pieces: for the reader; the first one is empty and comes with the first token.
     is_complete: the last piece has been put. is_abandoned: set by a reader that has left. decoder,
     sampler: for the tokens after the first; None before it and at the end. lookup: drafts tokens;
     None if nothing is drafted. token: the next input of the model.
@@ -134,11 +134,11 @@ class RunningAnswer:
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
-        self.n_prompt = self.n_uncached = len(request.resolved.token_ids)
-        for chunk in request.resolved.chunks:
-            self.n_uncached -= 0 if chunk.stored is None else chunk.n_tokens
-        n_entries = self.n_prompt + request.capacity
-        self.kv_bytes = n_entries * request.model.token_kv_bytes  # at most
+        n_prompt = len(request.resolved.token_ids)
+        cached = [one.n_tokens for one in request.resolved.chunks if one.stored is not None]
+        share = request.method.recompute.most_ratio(sum(cached), len(cached))
+        self.n_computed = n_prompt - int((1 - share) * sum(cached))
+        self.kv_bytes = (n_prompt + request.capacity) * request.model.token_kv_bytes  # at most
         self.pieces = Pieces()
         self.is_complete = self.is_abandoned = False
         self.decoder: Decoder | None = None
@@ -468,8 +468,8 @@ def _is_shorter(letter: RunningAnswer | _Work, doing: RunningAnswer | _Work) -> 
     """Whether it is a first token, which computes half as much as ``doing`` at most."""
     if not isinstance(letter, RunningAnswer):
         return False
-    n_tokens = doing.n_uncached if isinstance(doing, RunningAnswer) else WORK_TOKENS
-    return 2 * letter.n_prompt <= n_tokens
+    n_tokens = doing.n_computed if isinstance(doing, RunningAnswer) else WORK_TOKENS
+    return 2 * letter.n_computed <= n_tokens
 
 
 class _Thread:

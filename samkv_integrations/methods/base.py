@@ -164,7 +164,7 @@ class Recompute(ABC):
         return None
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        """An upper bound of the recomputed share of the context, for ``whole_if_faster``."""
+        """An upper bound of the recomputed share of the context."""
         return 1.0
 
     @abstractmethod
@@ -182,6 +182,9 @@ class Recompute(ABC):
 @dataclass(frozen=True, kw_only=True)
 class RecomputeNone(Recompute):
     """Recompute nothing."""
+
+    def most_ratio(self, n_context: int, n_chunks: int) -> float:
+        return 0.0
 
     def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
         return torch.zeros_like(kept)

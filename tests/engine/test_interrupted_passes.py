@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
+from samkv_integrations.cache.formats.quantise import EntryFormat
 from samkv_integrations.engine import scheduler as module
 from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.eviction import EVICTIONS
@@ -29,6 +30,7 @@ PROMPTS = [
     "Read.\n\n" + "\n\n".join(TEXTS[place % 3 :]) + f"\n\nQ{place}: what?\nA:" for place in range(4)
 ]
 LONG = " ".join(f"{number} is a number." for number in range(40))
+HALF = LONG[: len(LONG) // 2]
 SHORT = "A question of sixty tokens or so, which is in no chunk: what?"
 OTHER_TEXTS = [text[::-1] for text in TEXTS]
 
@@ -36,7 +38,7 @@ OTHER_TEXTS = [text[::-1] for text in TEXTS]
 class Passes:
     """What happens inside passes, which are interrupted before each layer.
 
-    events: the layer of a pass, ``step`` or ``first``, in the order in which they begin.
+    events: the layer of a pass, or ``step``, ``first`` or ``encode``, in their order.
     on_layer: called in a pass of several tokens, before its layer's check. on_step: before a step.
     """
 
@@ -69,6 +71,13 @@ class Passes:
         monkeypatch.setattr(module, "first_token", counted_first)
         monkeypatch.setattr(module, "MOST_ROWS", 1)  # a step is a token
         monkeypatch.setattr(Model, "layer", counted_layer)
+        encode = EntryFormat.encode_chunks
+
+        def counted_encode(*given: Any) -> Any:
+            self.events.append("encode")
+            return encode(*given)
+
+        monkeypatch.setattr(EntryFormat, "encode_chunks", counted_encode)
 
 
 @pytest.fixture
@@ -140,6 +149,8 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
         cached.result(PATIENCE_S)
     of_chunks = passes.events.index(0, passes.events.index("step"))
     assert "step" in passes.events[of_chunks : passes.events.index(1, of_chunks)]
+    encoding = passes.events.index("encode")
+    assert "step" in passes.events[encoding : passes.events.index("encode", encoding + 1)]
     assert all(map(engine.is_cached, OTHER_TEXTS))
 
 
@@ -149,6 +160,7 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
         ("few", LONG, PROMPTS[1], True),
         ("many", LONG, PROMPTS[1], False),
         ("few", LONG, LONG, False),
+        ("few", HALF, PROMPTS[1], True),  # long, and most of it is cached
         ("few", PROMPTS[0], SHORT, False),  # nearly all of which is cached
         ("few", PROMPTS[0], "What?", True),
     ],
