@@ -314,7 +314,7 @@ class Scheduler:
     Between two decoding steps it does at most one longer piece of work: the first token of the next
     answer, or a call of `run`, after which the running answers of the same owner get as much time.
     On a CPU steps go on between the layers of its passes. A first token comes there, too, if its
-    owner has used less time, and its prompt is at most half of what the pass computes. Several
+    owner has used less time, and it computes half as many tokens as the pass at most. Several
     owners (see `OWNER`) share the time equally: none begins an answer beyond half of the places of
     a batch, and an owner that has more answers than places alternates between them. Answers of one
     owner begin in the order in which they came. An answer whose reader is `AHEAD` pieces behind is
