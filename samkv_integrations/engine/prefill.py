@@ -256,23 +256,37 @@ def prefill(
         turns.append((cos.index_select(0, at), sin.index_select(0, at)))
     of_local = replace(rotation, turns=turns)
 
-    # un-rotated keys, and values (L, R, G, D), local queries (L, C, H, D), statistics (L, R)
+    # local queries (L, C, H, D), statistics (L, R)
     kind: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-    shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
-    of_keys, of_values = (torch.empty(shape, **kind) for _ in range(2))
     local_query = torch.empty(model.n_layers, len(chunks), model.n_heads, model.head_dim, **kind)
     alpha, sustained = (
         torch.empty(model.n_layers, n_tokens, dtype=torch.float32, device=model.device)
         for _ in range(2)
     )
 
+    middle, form = _Means(middle_runs, model.device), fingerprint.entry_format
+    n_numbers = n_tokens * model.n_kv_heads * model.head_dim
+    together = 1 if on_cpu else max(1, _ENCODED // n_numbers)
+    of_keys, of_values = list[Tensor](), list[Tensor]()  # (R, G, D) of layers that come next
+    encoded, of_middle = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
+
+    def encode() -> None:
+        keys, values = torch.stack(of_keys), torch.stack(of_values)
+        rows = keys.flatten(0, 1), values.flatten(0, 1)
+        encoded.append(form.encode_chunks(*rows, lengths * len(keys)))
+        of_middle.append(middle(keys.index_select(1, middle.rows)))
+        of_keys.clear()
+        of_values.clear()
+
     def attend(
         layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor | None:
         (query,), (key,), (value,) = query, key, value
         cos, sin = rotation.of(layer)
-        of_keys[layer] = unrotate(key.transpose(0, 1), cos, sin)[:n_tokens]
-        of_values[layer] = value.transpose(0, 1)[:n_tokens]
+        of_keys.append(unrotate(key.transpose(0, 1), cos, sin)[:n_tokens].to(model.device))
+        of_values.append(value.transpose(0, 1)[:n_tokens].to(model.device))
+        if len(of_keys) == together or layer == model.n_layers - 1:
+            encode()
         means = local[query.device]
         local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
         local_query[layer] = means(unrotate(local_queries, *of_local.of(layer)))
@@ -308,21 +322,12 @@ def prefill(
     for layer in range(model.n_layers):
         hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
 
-    middle, form = _Means(middle_runs, model.device), fingerprint.entry_format
-    together = 1 if on_cpu else max(1, _ENCODED // of_keys[0].numel())
-    encoded, means = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
-    sides = (torch.split(side, together) for side in (of_keys, of_values))
-    for keys, values in zip(*sides, strict=True):
-        model.pause()
-        rows = keys.flatten(0, 1), values.flatten(0, 1)
-        encoded.append(form.encode_chunks(*rows, lengths * len(keys)))
-        means.append(middle(keys.index_select(1, middle.rows)))
     entries, key_range, largest = (list(each) for each in zip(*encoded, strict=True))
     n_groups = sum(form.range_shape(length)[0] for length in lengths)
     computed = (
         torch.cat(entries).view(model.n_layers, n_tokens, -1),
         torch.cat(key_range).view(model.n_layers, n_groups, *form.range_shape(0)[1:]),
-        local_query, alpha, sustained, torch.cat(means),
+        local_query, alpha, sustained, torch.cat(of_middle),
     )  # fmt: skip
     # From CUDA into pinned memory, one after the other; the host waits at the last.
     on_host = [each.to("cpu", non_blocking=True) for each in computed]

@@ -411,7 +411,7 @@ class Model:
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """Have `pause` call ``check``, in this thread.
+        """Have the layers of this thread's passes call ``check`` first.
 
         It may raise, which ends the pass, and it may run other passes.
         """
@@ -420,12 +420,6 @@ class Model:
             yield
         finally:
             del self._passing.check
-
-    def pause(self) -> None:
-        """Let `interruptible` do what it wants between two parts of a pass, such as layers."""
-        if (check := getattr(self._passing, "check", None)) is not None:
-            with self._between_passes():
-                check()
 
     @contextmanager
     def _between_passes(self) -> Iterator[None]:
@@ -448,7 +442,9 @@ class Model:
         """
         if hidden.device != self.layer_devices[index]:
             hidden = hidden.to(self.layer_devices[index])
-        self.pause()
+        if (check := getattr(self._passing, "check", None)) is not None:
+            with self._between_passes():
+                check()
         if getattr(self._passing, "is_packed", False):
             packed = self._packed_layers[index]
             return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
