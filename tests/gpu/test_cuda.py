@@ -24,7 +24,7 @@ from samkv_integrations.cache.formats.quantise import (
     groups,
     kernel_of,
 )
-from samkv_integrations.cache.hot import HotChunk
+from samkv_integrations.cache.hot import HotChunk, copying
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.static_step import Graphs
@@ -144,6 +144,22 @@ def test_hot_chunks_are_on_the_device_or_pinned(tmp_path: Path, share: float):
         assert all(isinstance(each, HotChunk) for each in resolved.opened)
         assert all(each.entries.is_cuda for each in resolved.opened)  # type: ignore[attr-defined]
     assert Engine(model, store).chunks.hot.max_bytes > 0
+
+
+def test_a_pass_waits_for_copies_that_are_late(tmp_path: Path):
+    """The stream that copies is busy for a second or so, at the second question."""
+    model, store = on_gpu("llama", torch.float32), ChunkStore(tmp_path)
+    engine = Engine(model, store, block_size=8, hot_bytes=2**26)
+    engine.cache_chunks(CHUNKS)
+    expected = engine.logits(PROMPT, CHUNKS, method="reuse")
+    with torch.cuda.stream(copying(model.device)):
+        torch.cuda._sleep(2_000_000_000)  # noqa: SLF001
+    for n_late in (3, 0):
+        with engine.resolve(PROMPT, CHUNKS) as resolved:
+            late = [each for each in resolved.opened if isinstance(each, HotChunk) and each.copied]
+            assert len(late) == n_late and all(not each.copied[0].query() for each in late)
+        assert torch.equal(engine.logits(PROMPT, CHUNKS, method="reuse"), expected)
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("rule", ["none", "quest"])
