@@ -21,6 +21,7 @@ from samkv_integrations.cache.formats.quantise import (
     STORE_BITS,
     Entries,
     EntryFormat,
+    encoder_of,
     groups,
     kernel_of,
 )
@@ -288,6 +289,7 @@ def _compare(form: EntryFormat, n_tokens: int) -> None:
         cos=angle.cos(), sin=angle.sin(),
     )  # fmt: skip
     assert kernel_of(form) is not None
+    assert encoder_of(form) is not None, "it came to the bits of the operations"
     some = whole.select(torch.arange(0, n_tokens, 3, device="cuda"))
     for entries in (whole, some):
         found = entries.keys_and_values()
