@@ -69,8 +69,8 @@ class HotChunks:
         store: opens the other caches.
         max_bytes: of all caches together; 0 for none.
         devices: of the model's layers. With a GPU among them memory of the host is pinned. If all
-            layers are on one GPU, caches that are used a second time move there, up to
-            ``max_bytes`` of them, and back when they make room.
+            layers are on one GPU, `bring` moves caches there that are used a second time, up to
+            ``max_bytes`` of them, and they move back when they make room.
     """
 
     _all: ClassVar[WeakSet[HotChunks]] = WeakSet()
@@ -111,7 +111,7 @@ class HotChunks:
         file, cache, copied = found
         if token_ids is not None and cache.token_ids.tolist() != list(token_ids):
             return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
-        if copied and copied[-1].query():
+        if copied and copied[-1].query():  # type: ignore[no-untyped-call]
             copied = ()
         with self._lock:
             if self._held.get(place) is found:  # else it was cleared, and goes with this question

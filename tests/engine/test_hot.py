@@ -397,7 +397,7 @@ def test_chunks_are_copied_to_the_device_beside_its_layers(
     on_cpu = engine_on(tmp_path, hot_bytes=0)
     on_cpu.cache_chunks(CHUNKS)
     gap = f"{CHUNKS[0]} and > {CHUNKS[3][:30]}\n> {CHUNKS[3][40:]}"
-    chunks = {PROMPT: CHUNKS, gap: [CHUNKS[0], CHUNKS[3]]}
+    chunks = {PROMPT: CHUNKS, gap: [CHUNKS[0], CHUNKS[3]], CHUNKS[0]: CHUNKS[:1]}
     expected = {prompt: on_cpu.logits(prompt, some) for prompt, some in chunks.items()}
     layer = Model.layer
     n_layers, n_chunks = on_cpu.model.n_layers, len(CHUNKS)
@@ -437,6 +437,13 @@ def test_chunks_are_copied_to_the_device_beside_its_layers(
         n_copies = 2 * (1 + n_layers)
         log = kinds(asked(in_runs, gap))
         assert log[: n_copies + 2] == ["copy"] * n_copies + ["wait", "layer"]
+
+        room = on_cpu.store.file(on_cpu.key_of(CHUNKS[0]), on_cpu.fingerprint.digest).stat().st_size  # type: ignore[attr-defined]
+        for_one = on_device(tmp_path, hot_bytes=room)
+        for text in (CHUNKS[0], CHUNKS[3]):  # the first one goes back before anything waits for it
+            for_one.logits(text, [text])
+            for_one.resolve(text, [text]).close()
+        asked(for_one, CHUNKS[0])
 
 
 class Full:
