@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import ClassVar, TypeGuard
 from weakref import WeakSet
 
@@ -22,7 +22,8 @@ from samkv_integrations.cache.index.index import Place
 from samkv_integrations.cache.store import MemoryChunk, Store, StoredChunk
 from samkv_integrations.errors import CacheMiss
 
-_HOST = torch.device("cpu")
+Copied = Sequence[torch.cuda.Event]
+"""Of each layer the event after which it is on the GPU; empty if all layers are."""
 
 _MOST_READERS = 16
 
@@ -34,16 +35,27 @@ def readers(pid: int, purpose: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n_threads, thread_name_prefix=f"samkv-{purpose}")
 
 
+@cache
+def copying(gpu: torch.device) -> torch.cuda.Stream:
+    """The stream that copies to a GPU, beside the one that computes there."""
+    return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+
+
 class HotChunk(MemoryChunk):
     """A chunk cache out of `HotChunks`. Nothing is read for it.
 
     entries: (L, T, E) uint8, on the host or the device.
+    copied: a stream waits for a layer's event before it reads that layer, or the key ranges.
     """
 
-    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
+    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint, copied: Copied = ()) -> None:
         super().__init__(chunk, fingerprint)
         self.bytes_read = 0
-        self.entries = chunk.entries
+        self.move(chunk, copied)
+
+    def move(self, chunk: ChunkCache, copied: Copied) -> None:
+        """Take the same cache elsewhere."""
+        self._chunk, self.entries, self.copied = chunk, chunk.entries, copied
 
 
 class HotChunks:
@@ -57,8 +69,8 @@ class HotChunks:
         store: opens the other caches.
         max_bytes: of all caches together; 0 for none.
         devices: of the model's layers. With a GPU among them memory of the host is pinned. If all
-            layers are on one GPU, caches that are used a second time move there, up to
-            ``max_bytes`` of them, and back when they make room.
+            layers are on one GPU, `bring` moves caches there that are used a second time, up to
+            ``max_bytes`` of them, and they move back when they make room.
     """
 
     _all: ClassVar[WeakSet[HotChunks]] = WeakSet()
@@ -71,7 +83,7 @@ class HotChunks:
         self._is_pinned = bool(on_gpu) and torch.cuda.is_available()
         self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
         # the most recently used one last; the file, which is closed, tells whether it is current
-        self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache]] = OrderedDict()
+        self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache, Copied]] = OrderedDict()
         self._coming: dict[tuple[int, Place], Future[None]] = {}  # by process: a fork has none
         self._seen_deletion: int | None = None
         self._lock = threading.Lock()
@@ -80,7 +92,7 @@ class HotChunks:
     @property
     def n_bytes(self) -> int:
         """Of the caches that are held, wherever they are."""
-        return sum(file.layout.size for file, _ in [*self._held.values()])
+        return sum(file.layout.size for file, *_ in [*self._held.values()])
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -96,16 +108,54 @@ class HotChunks:
             found = None
         if found is None:
             return self._store.open(key, fingerprint, token_ids)
-        file, cache = found
+        file, cache, copied = found
         if token_ids is not None and cache.token_ids.tolist() != list(token_ids):
             return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
-        with self._lock, suppress(RuntimeError):  # no memory is left: it stays where it is
+        if copied and copied[-1].query():  # type: ignore[no-untyped-call]
+            copied = ()
+        with self._lock:
             if self._held.get(place) is found:  # else it was cleared, and goes with this question
+                self._held[place] = file, cache, copied
                 self._held.move_to_end(place)
-                if self._gpu is not None and cache.entries.device != self._gpu:
-                    cache = self._on(self._gpu, cache)
-                    self._hold(place, file, cache)
-        return HotChunk(cache, fingerprint)
+        return HotChunk(cache, fingerprint, copied)
+
+    def bring(self, chunks: Sequence[StoredChunk]) -> None:
+        """Begin to copy the chunks of a question that are in the host's memory to the GPU.
+
+        A stream of its own copies a layer of all chunks after the other, beside what the GPU
+        computes, see `HotChunk.copied`. The host waits for nothing.
+        """
+        gpu, hot = self._gpu, [each for each in dict.fromkeys(chunks) if isinstance(each, HotChunk)]
+        on_host = [chunk for chunk in hot if chunk.entries.device != gpu]
+        if gpu is None or not on_host:
+            return
+        copies, copied = copying(gpu), list[torch.cuda.Event]()
+        moving: list[tuple[HotChunk, ChunkCache]] = []
+        with self._lock:
+            with suppress(RuntimeError):  # no memory is left: the others stay where they are
+                for chunk in on_host:
+                    sides = chunk.entries, chunk.key_range()
+                    entries, key_range = (torch.empty_like(side, device=gpu) for side in sides)
+                    for side in (entries, key_range):
+                        side.record_stream(copies)  # so that it is freed after the copies only
+                    cache = replace(chunk.chunk(), entries=entries, key_range=key_range)
+                    moving.append((chunk, cache))
+            # for what used this memory, and for caches that were moved to the host
+            copies.wait_stream(torch.cuda.current_stream(gpu))
+            with torch.cuda.stream(copies):
+                for chunk, cache in moving:
+                    cache.key_range.copy_(chunk.key_range(), non_blocking=True)
+                layers = [zip(cache.entries, chunk.entries, strict=True) for chunk, cache in moving]
+                for layer in zip(*layers, strict=True):
+                    for there, here in layer:
+                        there.copy_(here, non_blocking=True)
+                    copied.append(copies.record_event())
+            for chunk, cache in moving:
+                place = chunk.fingerprint.digest, chunk.key
+                held = self._held.get(place)
+                if held is not None and held[1] is chunk.chunk():  # else as in `open`
+                    self._hold(place, held[0], cache, copied)
+                chunk.move(cache, copied)
 
     def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
         """Begin to read chunks, which a question will use, in threads.
@@ -164,16 +214,18 @@ class HotChunks:
         # what this question does not need may be damaged, and memory may be short
         with suppress(CacheMiss, RuntimeError):
             cache = stored.chunk(entries)
+            ranges = self._empty(cache.key_range.shape, torch.float16).copy_(cache.key_range)
+            cache = replace(cache, key_range=ranges)
             with self._lock:
                 if stored.is_current():
-                    self._hold((stored.fingerprint.digest, stored.key), stored, cache)
+                    self._hold((stored.fingerprint.digest, stored.key), stored, cache, ())
 
-    def _hold(self, place: Place, file: ChunkFile, cache: ChunkCache) -> None:
+    def _hold(self, place: Place, file: ChunkFile, cache: ChunkCache, copied: Copied) -> None:
         """Hold a cache as the most recently used one, and make room for it."""
-        self._held[place] = file, cache
+        self._held[place] = file, cache, copied
         self._held.move_to_end(place)
         free = {"cpu": self.max_bytes, "cuda": self.max_bytes}
-        for place, (file, cache) in reversed([*self._held.items()]):
+        for place, (file, cache, copied) in reversed([*self._held.items()]):
             was = where = cache.entries.device.type
             if free[where] < file.layout.size:
                 where = "cpu"
@@ -182,14 +234,14 @@ class HotChunks:
                 continue
             free[where] -= file.layout.size
             if where != was:
-                self._held[place] = file, self._on(_HOST, cache)
+                self._held[place] = file, self._on_host(cache, copied), ()
 
-    def _on(self, device: torch.device, cache: ChunkCache) -> ChunkCache:
-        """A cache on a device. The host waits for no copy, and does not read it."""
+    def _on_host(self, cache: ChunkCache, copied: Copied) -> ChunkCache:
+        """A cache in the host's memory. The host waits for no copy, and does not read it."""
+        if copied:
+            torch.cuda.current_stream(cache.entries.device).wait_event(copied[-1])
 
         def moved(tensor: Tensor) -> Tensor:
-            if device != _HOST:
-                return tensor.to(device, non_blocking=True)
             return self._empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
         return replace(cache, entries=moved(cache.entries), key_range=moved(cache.key_range))
@@ -207,7 +259,7 @@ class HotChunks:
     def sweep(self) -> None:
         """Free all caches whose file was deleted, evicted or replaced."""
         with self._lock:
-            for place, (file, _) in [*self._held.items()]:
+            for place, (file, *_) in [*self._held.items()]:
                 if not file.is_current():
                     del self._held[place]
 

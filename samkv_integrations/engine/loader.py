@@ -97,6 +97,8 @@ class Context:
         self._of_tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
         self._held: dict[int, Tensor] = {}  # (L, t, E) of the t tokens of each hot chunk
+        hot_chunks = (chunk for chunk in chunks if isinstance(chunk, HotChunk))
+        self._copied = {id(each.copied): each.copied for each in hot_chunks if each.copied}
         for index, chunk in enumerate(chunks):
             if isinstance(chunk, HotChunk):
                 blocks = layout.block_range[index]
@@ -119,6 +121,7 @@ class Context:
         offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
         if bool((offsets.diff() == 1).all()):  # one run, which needs no copy
             return chunk.entries[:, int(offsets[0]) : int(offsets[-1]) + 1]
+        self._wait_for_copies(-1)
         return chunk.entries.index_select(1, offsets.to(chunk.entries.device))
 
     def load(self, blocks: Tensor) -> None:
@@ -244,11 +247,17 @@ class Context:
         for parts in self._coming:
             parts[layer // LAYERS_TOGETHER].result()
 
+    def _wait_for_copies(self, layer: int) -> None:
+        """Let the GPU compute nothing more before a layer of the hot chunks is there."""
+        for copied in self._copied.values():
+            torch.cuda.current_stream(self._devices[layer]).wait_event(copied[layer])
+
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Wait for a layer; returns its entries (Tctx, E) and key ranges (N, 2, G, D)."""
         self._wait_for(layer)
         codes, device = self._codes[layer], self._devices[layer]
         if codes is None:
+            self._wait_for_copies(layer)
             if self._read:
                 codes = self._read[layer]
             else:  # nothing is loaded: all tokens are hot or computed

@@ -92,6 +92,7 @@ class Resolved(AbstractContextManager["Resolved"]):
                 self._count_miss(chunk.key, cache)
             else:
                 chunk.stored = cache
+        self.hot.bring(self.opened)
 
     def _open_beginning(self, first: PromptChunk) -> bool:
         """Open the first chunk's exact beginning; False if it has none."""

@@ -386,6 +386,66 @@ def test_chunks_that_are_used_again_are_on_the_device(
     assert n_waits[100] <= n_waits[0]
 
 
+def test_chunks_are_copied_to_the_device_beside_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies are told before the pass, layer by layer behind the key ranges, numbered from 1.
+
+    Each layer waits for its own, whichever question told them, and whatever became of it.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    on_cpu = engine_on(tmp_path, hot_bytes=0)
+    on_cpu.cache_chunks(CHUNKS)
+    gap = f"{CHUNKS[0]} and > {CHUNKS[3][:30]}\n> {CHUNKS[3][40:]}"
+    chunks = {PROMPT: CHUNKS, gap: [CHUNKS[0], CHUNKS[3]], CHUNKS[0]: CHUNKS[:1]}
+    expected = {prompt: on_cpu.logits(prompt, some) for prompt, some in chunks.items()}
+    layer = Model.layer
+    n_layers, n_chunks = on_cpu.model.n_layers, len(CHUNKS)
+    copies = [f"copy {at + 1}" for at in range(n_chunks * (1 + n_layers))]
+    layers = [f"layer {at}" for at in range(n_layers)]
+    waits = [f"wait {n_chunks * (2 + at)}" for at in range(n_layers)]
+    waiting = [each for both in zip(layers, waits, strict=True) for each in both]
+
+    def logged(model: Model, index: int, *args: Any) -> Tensor:
+        device.log.append(f"layer {index}")
+        return layer(model, index, *args)
+
+    def asked(engine: Engine, prompt: str = PROMPT) -> list[str]:
+        """What streams are told of a question, whose logits are right."""
+        device.log.clear()
+        found = engine.logits(prompt, chunks[prompt])
+        torch.testing.assert_close(found, expected[prompt], rtol=1e-4, atol=1e-3)
+        return device.log[:]
+
+    def kinds(log: list[str]) -> list[str]:
+        return [each.split()[0] for each in log]
+
+    with pretend_device() as device:
+        monkeypatch.setattr(Model, "layer", logged)
+        engine, in_runs, other = (on_device(tmp_path, hot_bytes=ROOM) for _ in range(3))
+        assert asked(engine) == layers  # from disk
+        assert asked(engine) == copies + waiting
+        assert asked(engine) == layers
+
+        asked(other)
+        device.log.clear()
+        with other.resolve(PROMPT, CHUNKS):
+            assert kinds(device.log) == kinds(copies)
+        assert kinds(asked(other)) == kinds(waiting)
+
+        asked(in_runs, gap)  # of which a part is gathered before the first layer
+        n_copies = 2 * (1 + n_layers)
+        log = kinds(asked(in_runs, gap))
+        assert log[: n_copies + 2] == ["copy"] * n_copies + ["wait", "layer"]
+
+        room = on_cpu.store.file(on_cpu.key_of(CHUNKS[0]), on_cpu.fingerprint.digest).stat().st_size  # type: ignore[attr-defined]
+        for_one = on_device(tmp_path, hot_bytes=room)
+        for text in (CHUNKS[0], CHUNKS[3]):  # the first one goes back before anything waits for it
+            for_one.logits(text, [text])
+            for_one.resolve(text, [text]).close()
+        asked(for_one, CHUNKS[0])
+
+
 class Full:
     """A device that runs out of memory in the first passes."""
 

@@ -21,10 +21,11 @@ from samkv_integrations.cache.formats.quantise import (
     STORE_BITS,
     Entries,
     EntryFormat,
+    encoder_of,
     groups,
     kernel_of,
 )
-from samkv_integrations.cache.hot import HotChunk
+from samkv_integrations.cache.hot import HotChunk, copying
 from samkv_integrations.engine.decode import Decoder, decode
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.static_step import Graphs
@@ -144,6 +145,22 @@ def test_hot_chunks_are_on_the_device_or_pinned(tmp_path: Path, share: float):
         assert all(isinstance(each, HotChunk) for each in resolved.opened)
         assert all(each.entries.is_cuda for each in resolved.opened)  # type: ignore[attr-defined]
     assert Engine(model, store).chunks.hot.max_bytes > 0
+
+
+def test_a_pass_waits_for_copies_that_are_late(tmp_path: Path):
+    """The stream that copies is busy for a second or so, at the second question."""
+    model, store = on_gpu("llama", torch.float32), ChunkStore(tmp_path)
+    engine = Engine(model, store, block_size=8, hot_bytes=2**26)
+    engine.cache_chunks(CHUNKS)
+    expected = engine.logits(PROMPT, CHUNKS, method="reuse")
+    with torch.cuda.stream(copying(model.device)):
+        torch.cuda._sleep(2_000_000_000)  # noqa: SLF001
+    for n_late in (3, 0):
+        with engine.resolve(PROMPT, CHUNKS) as resolved:
+            late = [each for each in resolved.opened if isinstance(each, HotChunk) and each.copied]
+            assert len(late) == n_late and all(not each.copied[0].query() for each in late)
+        assert torch.equal(engine.logits(PROMPT, CHUNKS, method="reuse"), expected)
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("rule", ["none", "quest"])
@@ -272,6 +289,7 @@ def _compare(form: EntryFormat, n_tokens: int) -> None:
         cos=angle.cos(), sin=angle.sin(),
     )  # fmt: skip
     assert kernel_of(form) is not None
+    assert encoder_of(form) is not None, "it came to the bits of the operations"
     some = whole.select(torch.arange(0, n_tokens, 3, device="cuda"))
     for entries in (whole, some):
         found = entries.keys_and_values()

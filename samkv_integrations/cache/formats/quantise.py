@@ -97,17 +97,25 @@ class EntryFormat:
         scale and offset of each channel in each group of `GROUP_TOKENS` tokens; the last group of a
         chunk may be shorter.
         """
-        mixed, wide = keys.float(), values.float()
-        if self.is_quantised:
-            mixed = self._mix(mixed)
         if not self.is_quantised:
-            largest = torch.maximum(mixed.abs().max(), wide.abs().max())
+            largest = torch.maximum(keys.float().abs().max(), values.float().abs().max())
             sides = [
                 side.to(self.dtype).contiguous().view(torch.uint8).flatten(1)
                 for side in (keys, values)
             ]
             no_range = keys.new_empty(self.range_shape(0), dtype=torch.float16)
             return torch.cat(sides, dim=1), no_range, largest
+        mixed = self._mix(keys.float())
+        if mixed.is_cuda and (encode := encoder_of(self)) is not None:
+            tokens, _ = _groups_of(tuple(lengths), mixed.device)
+            return encode(mixed, values, tokens, self.n_bytes, GROUP_TOKENS)
+        return self._encode(mixed, values, lengths)
+
+    def _encode(
+        self, mixed: Tensor, values: Tensor, lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`encode_chunks` of transformed keys, float32, operation by operation."""
+        wide = values.float()
         tokens, group = _groups_of(tuple(lengths), mixed.device)
         of_groups = mixed.index_select(0, tokens).view(-1, GROUP_TOKENS, *mixed.shape[1:])
         ends = of_groups.amin(1), of_groups.amax(1), wide.amin(-1), wide.amax(-1)
@@ -406,12 +414,40 @@ class Entries:
         )
 
 
+def _may_have_kernels(form: EntryFormat) -> bool:
+    half = form.head_dim // 2
+    is_suited = form.bits == 4 and form._mixed_channels == half and half >= 16
+    return is_suited and torch.cuda.is_available()
+
+
+@lru_cache(maxsize=16)
+def encoder_of(form: EntryFormat) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """`triton_kernels.encode_entries` if a trial here finds the operations' bits; else None."""
+    if not _may_have_kernels(form):
+        return None
+    try:
+        from samkv_integrations.cache.formats import triton_kernels
+
+        lengths, shape = (70, 5), (2, 75, form.n_kv_heads, form.head_dim)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)).cuda()
+        drawn[:, :, :, 0] += 300
+        given = drawn[0], drawn[1].to(form.dtype)
+        tokens, _ = _groups_of(lengths, drawn.device)
+        found = triton_kernels.encode_entries(*given, tokens, form.n_bytes, GROUP_TOKENS)
+        if not all(map(torch.equal, found, form._encode(*given, lengths))):
+            raise RuntimeError("Triton's kernel comes to other bits")
+    except Exception as error:  # from Triton, see `kernel_of`
+        _log.warning("chunk caches are encoded step by step, which is slower: %s", error)
+        return None
+    return triton_kernels.encode_entries
+
+
 @lru_cache(maxsize=16)
 def kernel_of(form: EntryFormat) -> Callable[..., None] | None:
     """`triton_kernels.write_entries` if it runs here; None if not, which is only slower."""
-    half = form.head_dim // 2
-    if form.bits != 4 or form._mixed_channels != half or half < 16 or not torch.cuda.is_available():
+    if not _may_have_kernels(form):
         return None
+    half = form.head_dim // 2
     try:
         from samkv_integrations.cache.formats import triton_kernels
 

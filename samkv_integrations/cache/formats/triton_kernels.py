@@ -1,7 +1,8 @@
-"""A Triton kernel that decodes 4-bit entries to keys and values on a CUDA device.
+"""Triton kernels that decode 4-bit entries to keys and values on a CUDA device, and encode them.
 
-`Entries.write` does the same in some twenty operations, each of which reads and writes all numbers
-in float32. The module is imported only where there is such a device.
+`Entries.write` and `EntryFormat.encode_chunks` do the same in some twenty and fifty operations,
+each of which reads and writes all numbers in float32. The module is imported only where there is
+such a device.
 """
 
 from __future__ import annotations
@@ -84,3 +85,80 @@ def write_entries(
             n_bytes=codes.shape[1], n_heads=n_heads, half=head_dim // 2, has_rows=rows is not None,
             has_tokens=tokens is not None, block=_BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def _to_half(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _range(low, high):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """As `EntryFormat._range`, to the bit: a plain division on a GPU is not rounded as IEEE's."""
+    offset = _to_half(low - tl.abs(low) * 0.00048828125)  # 2^-11
+    step = tl.div_rn(high - offset.to(tl.float32), tl.full(low.shape, 15.0, tl.float32))
+    return _to_half(step + 5.960464477539063e-08), offset  # 2^-24
+
+
+@triton.jit
+def _codes(x, scale, offset):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """float32 codes; 1.5 * 2^23 more, then less, rounds half to even."""
+    code = tl.div_rn(x - offset.to(tl.float32), scale.to(tl.float32))
+    return tl.minimum(tl.maximum(code, 0.0), 15.0) + 12582912.0 - 12582912.0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _encode_entries(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    keys, values, tokens, entries, key_range, largest,  # noqa: ANN001
+    n_bytes: tl.constexpr, n_heads: tl.constexpr, half: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    group, head, channel = tl.program_id(0), tl.program_id(1), tl.arange(0, half)[None]
+    row = tl.load(tokens + group * size + tl.arange(0, size))[:, None]
+    at = (row * n_heads + head) * 2 * half + channel
+    entry, side = entries + row * n_bytes, n_heads * half
+    first, second = tl.load(keys + at), tl.load(keys + at + half)
+    scale, offset = _range(tl.min(first, 0)[None], tl.max(first, 0)[None])
+    scale_2, offset_2 = _range(tl.min(second, 0)[None], tl.max(second, 0)[None])
+    to = key_range + (group * 2 * n_heads + head) * 2 * half + channel
+    tl.store(to, scale)
+    tl.store(to + half, scale_2)
+    tl.store(to + n_heads * 2 * half, offset)
+    tl.store(to + n_heads * 2 * half + half, offset_2)
+    packed = _codes(first, scale, offset) + 16 * _codes(second, scale_2, offset_2)
+    tl.store(entry + head * half + channel, packed.to(tl.uint8))
+    first_v = tl.load(values + at).to(tl.float32)
+    second_v = tl.load(values + at + half).to(tl.float32)
+    low, high = tl.minimum(first_v, second_v), tl.maximum(first_v, second_v)
+    scale, offset = _range(tl.min(low, 1)[:, None], tl.max(high, 1)[:, None])
+    ranges = (entry + 2 * side).to(tl.pointer_type(tl.float16)) + head
+    tl.store(ranges, scale)
+    tl.store(ranges + n_heads, offset)
+    packed = _codes(first_v, scale, offset) + 16 * _codes(second_v, scale, offset)
+    tl.store(entry + side + head * half + channel, packed.to(tl.uint8))
+    # NaN if any number is not finite: the others' differences to themselves are 0
+    off = (first - first) + (second - second) + (first_v - first_v) + (second_v - second_v)
+    most = tl.maximum(tl.maximum(tl.abs(first), tl.abs(second)), tl.abs(first_v))
+    most = tl.max(tl.max(tl.maximum(most, tl.abs(second_v)), 1), 0)
+    tl.store(largest + group * n_heads + head, most + tl.sum(tl.sum(off, 1), 0))
+
+
+def encode_entries(
+    keys: Tensor, values: Tensor, tokens: Tensor, n_bytes: int, group_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `EntryFormat.encode_chunks` in 4 bits, the same bits, of transformed keys and values.
+
+    keys: (T, G, D) float32, after the Hadamard transform. values: (T, G, D). tokens: the
+    ``group_tokens`` tokens of each of N groups, in which a token may repeat itself.
+    """
+    n_tokens, n_heads, head_dim = keys.shape
+    n_groups = len(tokens) // group_tokens
+    entries = torch.empty(n_tokens, n_bytes, dtype=torch.uint8, device=keys.device)
+    shape = n_groups, 2, n_heads, head_dim
+    key_range = torch.empty(shape, dtype=torch.float16, device=keys.device)
+    largest = torch.empty(n_groups, n_heads, dtype=torch.float32, device=keys.device)
+    with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
+        _encode_entries[(n_groups, n_heads)](
+            keys.contiguous(), values.contiguous(), tokens, entries, key_range, largest,
+            n_bytes=n_bytes, n_heads=n_heads, half=head_dim // 2, size=group_tokens,
+        )  # fmt: skip
+    return entries, key_range, largest.max()
