@@ -147,12 +147,14 @@ def ingest(
     check_name(collection)
     database, pool = index.database, ray.pool
     place = (index.namespace, collection)
-    before = index.as_ingested([place])
+    before = index.as_ingested([place], may_be_new=True)
     model = before.model
     source = index.source(before, max_bytes)
     use_threads_for(model)
     # where workers compute, this process only reads texts
     engine = engine_of(source if pool is None else source.model_copy(update={"device_map": "cpu"}))
+    if chunk_size > (most := engine.chunks.room):
+        raise InvalidOption(f"--chunk-size {chunk_size}; {model} has room for {most} at most")
     read = read_chunks(found.files, engine.model, chunk_size)
     if not read.texts:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
@@ -165,14 +167,20 @@ def ingest(
     done: IngestResult
     failed: list[dict[str, str]] = []
     if pool is None:
-        done = link.add(*records, progress=True)
+        try:
+            done = link.add(*records, progress=True)
+        except KeyboardInterrupt:
+            said = "interrupted; what is cached stays, and the same command goes on"
+            tables.console(stderr=True).print(said)
+            raise
     else:
         with redirect_stdout(sys.stderr):  # where Ray writes what a worker that ends has written
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
     dtype, bits = engine.model.dtype_name, engine.store_bits
-    remember(folder, engine.store, place, Ingested(model=model, dtype=dtype, store_bits=bits))
+    now = Ingested(model=model, dtype=dtype, store_bits=bits)
+    was = remember(folder, engine.store, place, now)
     _delete_outdated(link, read)
 
     skipped = [*found.skipped, *read.skipped]
@@ -185,6 +193,11 @@ def ingest(
         notes.append(
             "the built-in model is for tests: it knows the sample documents only; for others give "
             "--model, such as smollm2"
+        )
+    if was not in (None, now) and link.collection.count() > len(read.ids):
+        notes.append(
+            f"the other documents of {collection!r} have caches of other settings, which "
+            "'samkv ask' uses no more; 'samkv store sync' makes them anew"
         )
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
@@ -204,7 +217,7 @@ def ingest(
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
     if done.n_released:
-        lines.append(f"{count(done.n_released, 'cache')} of replaced texts deleted")
+        lines.append(f"{count(done.n_released, 'replaced cache')} deleted")
     if done.n_evicted:
         lines.append(
             f"{done.n_evicted} of these chunks were evicted again, for want of room; 'samkv "

@@ -241,13 +241,15 @@ class Index(Collections):
         if model.startswith((".", "/")) and not Path(model).exists():  # before a slow import
             raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
 
-    def as_ingested(self, places: Sequence[tuple[str, str]]) -> Ingested:
+    def as_ingested(
+        self, places: Sequence[tuple[str, str]], *, may_be_new: bool = False
+    ) -> Ingested:
         """The given settings, else those of the collections' ingest, else the defaults.
 
         places: namespace and name of each collection; empty for all known ones. A new collection
-        takes the settings of the others in the folder.
+        takes the settings of the others in the folder. may_be_new: whether there may be no ingest.
 
-        Raises InvalidOption if they were ingested with several models, and none is given.
+        Raises InvalidOption if no model is given, and there was no ingest or one with several.
         """
         known, model = _remembered(self.folder / "kv"), _absolute(self.model)
         keys = map(_key, places)
@@ -257,6 +259,11 @@ class Index(Collections):
             raise InvalidOption(
                 f"the collections were ingested with {' and '.join(models)}; give one with --model"
                 f"{'' if places else ', and --collection for each that is of it'}"
+            )
+        if model is None and not models and not may_be_new:
+            raise InvalidOption(
+                f"{self.folder / 'kv'} does not tell which model has cached the documents; give it "
+                "with --model"
             )
         same = [one for one in found if model in (None, one.model)]
         last = same[-1] if same else Ingested(model=model or BUILTIN)
@@ -310,10 +317,14 @@ class Index(Collections):
 _NOTE = "ingested"
 
 
-def remember(folder: Path, store: Store, place: tuple[str, str], ingested: Ingested) -> None:
-    """Keep the settings of a collection's ingest beside the caches."""
-    known = _remembered(folder / "kv") | {_key(place): ingested}
+def remember(
+    folder: Path, store: Store, place: tuple[str, str], ingested: Ingested
+) -> Ingested | None:
+    """Keep the settings of a collection's ingest beside the caches; returns those before."""
+    before = _remembered(folder / "kv")
+    known = before | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
+    return before.get(_key(place))
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:

@@ -285,7 +285,7 @@ class Chunks:
         self.follow_model()
         bodies = bodies_of(texts)
         for body in bodies if must_fit else ():
-            if (least := len(body) // self.model.longest_token) > self._room:
+            if (least := len(body) // self.model.longest_token) > self.room:
                 raise self._too_long(f"at least {least}", body)
         ids = [tuple(self.model.tokenize(body, special=False)) for body in bodies]
         found = self._named(bodies, ids)
@@ -302,10 +302,10 @@ class Chunks:
 
     def fits(self, ref: ChunkRef) -> bool:
         """Whether a cache can hold it: it is not empty, and it fits into the context window."""
-        return 0 < len(ref.token_ids) <= self._room
+        return 0 < len(ref.token_ids) <= self.room
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
         """Tokens of the longest chunk."""
         return self.model.context_window - len(self.prefix)
 
@@ -329,7 +329,7 @@ class Chunks:
 
     def _too_long(self, n_tokens: str, body: str) -> InvalidChunk:
         return InvalidChunk(
-            f"a chunk of {n_tokens} tokens is longer than the {self._room} that the context window "
+            f"a chunk of {n_tokens} tokens is longer than the {self.room} that the context window "
             f"of {self.model.name!r} leaves; split it (it begins {body[:40]!r})"
         )
 

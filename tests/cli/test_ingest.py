@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,31 @@ def test_another_model_takes_over_a_collection(town: Path, tiny: str) -> None:
     assert "6 already cached" in ran("ingest", str(town))
     assert "6 prefilled by builtin" in ran("ingest", str(town), "--model", "builtin")
     assert json.loads(ran("ask", "Who?", "--json"))["model"] == "builtin"
+    result = run("ingest", str(town / "krasplex-systems.txt"), "--model", tiny)
+    assert "the other documents" in result.stderr and "samkv store sync" in result.stderr
+    assert "1 replaced cache deleted" in result.stdout
+
+
+def test_the_model_of_a_deleted_cache_folder_is_asked_for(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--model", tiny)
+    shutil.rmtree(".samkv/kv")
+    assert "give it with --model" in error_of("ask", "Who?")
+    assert json.loads(ran("ask", "Who?", "--model", tiny, "--json"))["model"] == tiny
+
+
+def test_what_is_cached_before_an_interruption_stays(
+    town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = ChromaLink.add
+
+    def interrupted(link: ChromaLink, ids: Sequence[str], *rest: Any, **options: Any) -> Any:
+        add(link, ids[:2], *(each[:2] for each in rest), **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ChromaLink, "add", interrupted)
+    assert "interrupted; what is cached stays" in run("ingest", str(town), "--model", tiny).stderr
+    monkeypatch.undo()
+    assert f"4 prefilled by {tiny}, 2 already cached" in ran("ingest", str(town), "--model", tiny)
 
 
 def test_a_new_collection_is_of_the_folders_model(town: Path, tiny: str) -> None:
@@ -109,10 +136,11 @@ def test_a_document_is_the_same_by_whatever_path(
     assert collection.count() == len(RECORDS)
 
 
-def test_a_chunk_longer_than_the_context_window(working_folder: Path, tiny: str) -> None:
+def test_chunks_longer_than_the_context_window(working_folder: Path, tiny: str) -> None:
     (working_folder / "long.txt").write_text("words " * 500)
     line = error_of("ingest", "long.txt", "--model", tiny, "--chunk-size", "5000")
-    assert "2999 tokens is longer than the 1797" in line
+    assert "room for 1797 at most" in line
+    assert "2 chunks" in ran("ingest", "long.txt", "--model", tiny, "--chunk-size", "1797")
 
 
 def test_a_long_document_without_the_splitter(
