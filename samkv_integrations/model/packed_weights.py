@@ -216,12 +216,15 @@ class Int8Matrix:
         codes: memory for the numbers, if there is some.
     """
 
-    row_bytes = 2  # its scale
-
     def __init__(self, shape: tuple[int, int], codes: Tensor | None = None) -> None:
         self.n_rows, self.n_columns = shape
         self.codes = torch.empty(shape, dtype=torch.int8) if codes is None else codes.view(shape)
         self.scales = torch.empty(self.n_rows, dtype=torch.bfloat16)
+
+    @staticmethod
+    def row_bytes(n_columns: int) -> int:
+        """Bytes of a row, with its scale."""
+        return n_columns + 2
 
     @property
     def n_bytes(self) -> int:
@@ -249,7 +252,6 @@ class LargeInt8Matrix:
     and low bytes are multiplied as two rows. This keeps bfloat16's precision.
     """
 
-    row_bytes = 4  # its scale
     _base = 256
     _largest = 127 * _base  # of the integers
 
@@ -261,9 +263,14 @@ class LargeInt8Matrix:
     def __deepcopy__(self, memo: object) -> LargeInt8Matrix:
         return self  # nothing changes it, and tensors in oneDNN's layout cannot be copied so
 
+    @staticmethod
+    def row_bytes(n_columns: int) -> int:
+        """Bytes of a row, with its scale."""
+        return n_columns + 4
+
     @property
     def n_bytes(self) -> int:
-        return self.n_rows * (self.n_columns + self.row_bytes)
+        return self.n_rows * self.row_bytes(self.n_columns)
 
     def append(self, rows: Int8Matrix) -> None:
         packed = torch.ops.onednn.qlinear_prepack(rows.codes, [2, self.n_columns])
@@ -303,9 +310,13 @@ class SevenBitMatrix(LargeInt8Matrix):
     of them keep more than bfloat16's precision.
     """
 
-    row_bytes = 12  # its scale, zero and sum
     _base = 128
     _largest = 63 * _base
+
+    @staticmethod
+    def row_bytes(n_columns: int) -> int:
+        """Bytes of a row, in blocks of 512, with its scale, zero and sum."""
+        return n_columns + -n_columns % 512 + 12
 
     def append(self, rows: Int8Matrix) -> None:
         scales, zeros = rows.scales.double(), torch.zeros(len(rows.scales), dtype=torch.long)
@@ -393,7 +404,7 @@ def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
     n_numbers = shape[0] * shape[1]
     if has_4_bits(kind, shape):
         return n_numbers * 5 // 8
-    return n_numbers + kind_of_8_bits(n_numbers).row_bytes * shape[0]
+    return kind_of_8_bits(n_numbers).row_bytes(shape[1]) * shape[0]
 
 
 def kind_of_8_bits(n_numbers: int) -> type[Int8Matrix | LargeInt8Matrix]:
@@ -448,7 +459,8 @@ def large_kind() -> type[LargeInt8Matrix] | None:
 def _is_faster(kind: type[LargeInt8Matrix]) -> bool:
     """Whether it beats `Int8Matrix` for a large matrix and one token."""
     rows, large = Int8Matrix((4096, 1024)), kind((4096, 1024))
-    rows.fill(0, torch.ones(4096, 1024))
+    rows.codes.fill_(1)  # and few bytes for the trial, which would stay with the process
+    rows.scales.fill_(1)
     large.append(rows)
     x = torch.ones(1, 1024)
     return is_faster(partial(large.product, x), partial(rows.product, x), by=0.9)
