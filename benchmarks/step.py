@@ -74,7 +74,7 @@ def step(
     rounds: Annotated[int, typer.Option(help="Of 64 tokens each.")] = 5,
 ) -> None:
     """CPU time of a later token, beside llama.cpp's and the sum of its products."""
-    loaded = load_model(model, dtype="bfloat16", weights=weights)
+    loaded = load_model(model, dtype="auto", weights=weights)
     multiply, texts, peer = products(loaded), Texts(loaded), None
     if peer_python is not None:
         script = Path(__file__).with_name("llama_peer.py")

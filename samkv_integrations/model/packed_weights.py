@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samkv_integrations.errors import ModelNotFound, UnsupportedModel
+from samkv_integrations.model.attention import is_faster
 from samkv_integrations.model.gguf_blocks import parts_of, values_of
 
 _log = logging.getLogger(__name__)
@@ -219,6 +221,11 @@ class Int8Matrix:
         self.codes = torch.empty(shape, dtype=torch.int8) if codes is None else codes.view(shape)
         self.scales = torch.empty(self.n_rows, dtype=torch.bfloat16)
 
+    @staticmethod
+    def row_bytes(n_columns: int) -> int:
+        """Bytes of a row, with its scale."""
+        return n_columns + 2
+
     @property
     def n_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
@@ -245,17 +252,25 @@ class LargeInt8Matrix:
     and low bytes are multiplied as two rows. This keeps bfloat16's precision.
     """
 
+    _base = 256
+    _largest = 127 * _base  # of the integers
+
     def __init__(self, shape: tuple[int, int]) -> None:
         self.n_rows, self.n_columns = shape
-        self._blocks: list[tuple[Tensor, Tensor]] = []  # codes in oneDNN's layout, and scales
+        self._blocks: list[Any] = []  # in the kernels' layout
         self._no_zeros = torch.empty(0, dtype=torch.int32)
 
     def __deepcopy__(self, memo: object) -> LargeInt8Matrix:
         return self  # nothing changes it, and tensors in oneDNN's layout cannot be copied so
 
+    @staticmethod
+    def row_bytes(n_columns: int) -> int:
+        """Bytes of a row, with its scale."""
+        return n_columns + 4
+
     @property
     def n_bytes(self) -> int:
-        return self.n_rows * self.n_columns + sum(scales.nbytes for _, scales in self._blocks)
+        return self.n_rows * self.row_bytes(self.n_columns)
 
     def append(self, rows: Int8Matrix) -> None:
         packed = torch.ops.onednn.qlinear_prepack(rows.codes, [2, self.n_columns])
@@ -264,18 +279,59 @@ class LargeInt8Matrix:
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 or float32 -> (n, n_rows)."""
         n = len(x)
-        step = x.abs().amax(1, keepdim=True).float().clamp_min_(_TINY).div_(127 * 256)
-        # 257 * 128 makes both bytes those of numbers from -128 to 127, with 128 added
-        numbers = (x / step).add_(257 * 128 + 0.5).int().view(torch.uint8).view(n, -1, 4)
-        halves = numbers[..., :2].permute(2, 0, 1).reshape(2 * n, -1)
-        products = []
-        for codes, scales in self._blocks:
-            found = torch.ops.onednn.qlinear_pointwise.default(
-                halves, 1.0, 128, codes, scales, self._no_zeros, None, 1.0, 0, torch.float32,
-                "none", [], "",
-            )  # fmt: skip
-            products.append(torch.add(found[:n], found[n:], alpha=256).mul_(step).to(x.dtype))
+        step = x.abs().amax(1, keepdim=True).float().clamp_min_(_TINY).div_(self._largest)
+        digits, products = self._digits(x / step), []
+        for block in self._blocks:
+            found = self._times(digits, block)
+            product = torch.add(found[:n], found[n:], alpha=self._base).mul_(step)
+            products.append(product.to(x.dtype))
         return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+    def _digits(self, x: Tensor) -> Tensor:
+        """(2 n, n_columns) the low and the high digits of (n, n_columns), for `_times`."""
+        # 257 * 128 makes both bytes those of numbers from -128 to 127, with 128 added
+        numbers = x.add_(257 * 128 + 0.5).int().view(torch.uint8).view(len(x), -1, 4)
+        return numbers[..., :2].permute(2, 0, 1).reshape(2 * len(x), -1)
+
+    def _times(self, digits: Tensor, block: Any) -> Tensor:  # noqa: ANN401
+        """(n, n_columns) digits -> (n, rows of the block) float32."""
+        codes, scales = block
+        product: Tensor = torch.ops.onednn.qlinear_pointwise.default(
+            digits, 1.0, 128, codes, scales, self._no_zeros, None, 1.0, 0, torch.float32,
+            "none", [], "",
+        )  # fmt: skip
+        return product
+
+
+class SevenBitMatrix(LargeInt8Matrix):
+    """The same for FBGEMM's int8 kernels, and for processors without VNNI instructions.
+
+    There the sum of two products of bytes has 16 bits. Digits of 7 bits do not overflow it, and two
+    of them keep more than bfloat16's precision.
+    """
+
+    _base = 128
+    _largest = 63 * _base
+
+    @staticmethod
+    def row_bytes(n_columns: int) -> int:
+        """Bytes of a row, in blocks of 512, with its scale, zero and sum."""
+        return n_columns + -n_columns % 512 + 12
+
+    def append(self, rows: Int8Matrix) -> None:
+        scales, zeros = rows.scales.double(), torch.zeros(len(rows.scales), dtype=torch.long)
+        with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+            quantised = torch._make_per_channel_quantized_tensor(rows.codes, scales, zeros, 0)
+        self._blocks.append(torch.ops.quantized.linear_prepack(quantised, None))
+
+    def _digits(self, x: Tensor) -> Tensor:
+        high = x.round_().div(self._base).round_()
+        return torch.cat((torch.sub(x, high, alpha=self._base), high))
+
+    def _times(self, digits: Tensor, block: Any) -> Tensor:  # noqa: ANN401
+        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        product: Tensor = multiply(digits, 1.0, 64, block)
+        return product
 
 
 _TINY = torch.finfo(torch.float32).tiny * 2**16
@@ -305,8 +361,7 @@ def pack(matrices: Sequence[FileMatrix], buffer: Buffer) -> list[Packed | Part]:
     if len(matrices) > 1 and (len(in_4_bits) > 1 or any(each.n_rows % 64 for each in matrices)):
         return [packed for each in matrices for packed in pack([each], buffer)]
     shape = sum(each.n_rows for each in matrices), matrices[0].n_columns
-    in_8_bits = LargeInt8Matrix if is_large(shape[0] * shape[1]) else Int8Matrix
-    kind = Int4Matrix if True in in_4_bits else in_8_bits
+    kind = Int4Matrix if True in in_4_bits else kind_of_8_bits(shape[0] * shape[1])
     whole: Packed = kind(shape)
     parts, n_filled = list[Packed | Part](), 0
     for matrix in matrices:
@@ -349,12 +404,12 @@ def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
     n_numbers = shape[0] * shape[1]
     if has_4_bits(kind, shape):
         return n_numbers * 5 // 8
-    return n_numbers + (4 if is_large(n_numbers) else 2) * shape[0]
+    return kind_of_8_bits(n_numbers).row_bytes(shape[1]) * shape[0]
 
 
-def is_large(n_numbers: int) -> bool:
-    """Whether a matrix in 8 bits is packed as `LargeInt8Matrix`."""
-    return n_numbers >= LARGE and large_kernel_works()
+def kind_of_8_bits(n_numbers: int) -> type[Int8Matrix | LargeInt8Matrix]:
+    """How a matrix of so many numbers is packed in 8 bits."""
+    return (large_kind() if n_numbers >= LARGE else None) or Int8Matrix
 
 
 @cache
@@ -382,16 +437,33 @@ def kernels_work() -> bool:
 
 
 @cache
-def large_kernel_works() -> bool:
-    """Whether oneDNN's int8 kernels are exact: without VNNI instructions their sums overflow."""
-    try:
-        trial = _Trial()
-        rows, large = Int8Matrix(trial.shape), LargeInt8Matrix(trial.shape)
-        rows.fill(0, trial.rows(0, trial.n_rows))
-        large.append(rows)
-        return trial.error_of(large) < 0.02
-    except (AttributeError, RuntimeError, ValueError, TypeError):
-        return False
+def large_kind() -> type[LargeInt8Matrix] | None:
+    """The kernels for large matrices, by a trial of .1 s; None if `Int8Matrix` is as fast.
+
+    oneDNN's are not exact without VNNI instructions, as their sums overflow.
+    """
+    for kind in (LargeInt8Matrix, SevenBitMatrix):
+        try:
+            trial = _Trial()
+            rows, large = Int8Matrix(trial.shape), kind(trial.shape)
+            rows.fill(0, trial.rows(0, trial.n_rows))
+            large.append(rows)
+            if trial.error_of(large) < 0.02 and (kind is LargeInt8Matrix or _is_faster(kind)):
+                return kind
+        except (AttributeError, RuntimeError, ValueError, TypeError):
+            pass  # this PyTorch, or this processor, lacks them
+    return None
+
+
+@torch.inference_mode()
+def _is_faster(kind: type[LargeInt8Matrix]) -> bool:
+    """Whether it beats `Int8Matrix` for a large matrix and one token."""
+    rows, large = Int8Matrix((4096, 1024)), kind((4096, 1024))
+    rows.codes.fill_(1)  # and few bytes for the trial, which would stay with the process
+    rows.scales.fill_(1)
+    large.append(rows)
+    x = torch.ones(1, 1024)
+    return is_faster(partial(large.product, x), partial(rows.product, x), by=0.9)
 
 
 class _Trial:

@@ -29,8 +29,12 @@ from samkv_integrations.model.packed_weights import (
     Buffer,
     FileMatrix,
     Int4Matrix,
+    Int8Matrix,
+    LargeInt8Matrix,
     OpenFile,
+    SevenBitMatrix,
     kernels_work,
+    large_kind,
     pack,
     packed_bytes,
     packed_products,
@@ -94,6 +98,15 @@ class TestMatrices:
             error = (difference.norm(dim=1) / expected.norm(dim=1)).max()
             assert torch.equal(packed.product(x)[-1:], packed.product(x[-1:]))  # drafting needs it
             assert error < 0.012  # 2^-8 is a step of bfloat16, and 8 bits a row are nearly as fine
+
+    @pytest.mark.skipif(large_kind() is LargeInt8Matrix, reason="it has VNNI")
+    def test_largest_digits_do_not_overflow(self) -> None:
+        rows, large = Int8Matrix((64, 256)), SevenBitMatrix((64, 256))
+        rows.fill(0, torch.ones(64, 256) * torch.tensor([[1.0], [-1.0]]).repeat(32, 1))
+        large.append(rows)
+        x = torch.full((1, 256), 64.0)  # the largest low digit
+        x[0, :2] = 63 * 128
+        torch.testing.assert_close(large.product(x), x @ rows.rows(0, 64).T, rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("kind", IN_4_BITS)
     def test_4_bits_are_those_of_the_file(self, kind: Kind, tmp_path: Path) -> None:
@@ -347,8 +360,8 @@ class TestChoices:
 WITHOUT_BFLOAT16 = """
 import sys, torch
 from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.packed_weights import large_kernel_works
-assert not large_kernel_works()  # its sums overflow
+from samkv_integrations.model.packed_weights import LargeInt8Matrix, large_kind
+assert large_kind() is not LargeInt8Matrix  # its sums overflow
 plain, model = (load_model(sys.argv[1], device="cpu", weights=w) for w in ("unpacked", "packed"))
 assert plain.dtype == model.dtype == torch.float32 and model.weights == "packed"
 ids = torch.arange(3, 40)[None]
