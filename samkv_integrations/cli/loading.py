@@ -260,7 +260,7 @@ class Index(Collections):
                 f"the collections were ingested with {' and '.join(models)}; give one with --model"
                 f"{'' if places else ', and --collection for each that is of it'}"
             )
-        if model is None and not models and not may_be_new:
+        if model is None and places and not models and not may_be_new:
             raise InvalidOption(
                 f"{self.folder / 'kv'} does not tell which model has cached the documents; give it "
                 "with --model"
