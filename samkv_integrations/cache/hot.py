@@ -134,6 +134,11 @@ class HotChunks:
         with self._lock:
             with suppress(RuntimeError):  # no memory is left: the others stay where they are
                 for chunk in on_host:
+                    held = self._held.get((chunk.fingerprint.digest, chunk.key))
+                    if held is not None and held[1].entries.device == gpu:
+                        if held[1].token_ids is chunk.chunk().token_ids:  # moved, not read again
+                            chunk.move(*held[1:])  # by another question, meanwhile
+                            continue
                     sides = chunk.entries, chunk.key_range()
                     entries, key_range = (torch.empty_like(side, device=gpu) for side in sides)
                     for side in (entries, key_range):
@@ -234,7 +239,10 @@ class HotChunks:
                 continue
             free[where] -= file.layout.size
             if where != was:
-                self._held[place] = file, self._on_host(cache, copied), ()
+                try:
+                    self._held[place] = file, self._on_host(cache, copied), ()
+                except RuntimeError:  # no memory is left
+                    del self._held[place]
 
     def _on_host(self, cache: ChunkCache, copied: Copied) -> ChunkCache:
         """A cache in the host's memory. The host waits for no copy, and does not read it."""

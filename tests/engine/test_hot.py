@@ -446,6 +446,51 @@ def test_chunks_are_copied_to_the_device_beside_its_layers(
         asked(for_one, CHUNKS[0])
 
 
+def test_what_two_questions_bring_at_once_is_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    on_cpu = engine_on(tmp_path, hot_bytes=0)
+    on_cpu.cache_chunks(CHUNKS)
+    with pretend_device() as device:
+        engine = on_device(tmp_path, hot_bytes=ROOM)
+        engine.logits(PROMPT, CHUNKS)
+        hot, key = engine.chunks.hot, on_cpu.key_of(CHUNKS[0])
+        one, other = (hot.open(key, on_cpu.fingerprint) for _ in range(2))
+        hot.bring([one])
+        device.log.clear()
+        hot.bring([other])
+        assert isinstance(one, HotChunk) and isinstance(other, HotChunk)
+        assert not device.log and other.entries is one.entries
+        assert other.copied is one.copied and one.copied
+
+
+def test_a_cache_that_the_host_has_no_memory_for_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question that another cache makes room for goes on."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    on_cpu = engine_on(tmp_path, hot_bytes=0)
+    on_cpu.cache_chunks(CHUNKS)
+    room = on_cpu.store.file(on_cpu.key_of(CHUNKS[0]), on_cpu.fingerprint.digest).stat().st_size  # type: ignore[attr-defined]
+
+    def no_memory(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no pinned memory")
+
+    with pretend_device():
+        engine = on_device(tmp_path, hot_bytes=room)
+        hot = engine.chunks.hot
+        for text in (CHUNKS[0], CHUNKS[3]):
+            engine.logits(text, [text])
+            if text == CHUNKS[0]:
+                engine.resolve(text, [text]).close()  # which is on the device now
+        monkeypatch.setattr(hot, "_empty", no_memory)
+        with engine.resolve(CHUNKS[3], [CHUNKS[3]]) as resolved:
+            (chunk,) = resolved.opened
+            assert isinstance(chunk, HotChunk) and chunk.entries.device == DEVICE
+        assert 0 < hot.n_bytes <= room
+
+
 class Full:
     """A device that runs out of memory in the first passes."""
 
