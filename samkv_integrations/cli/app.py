@@ -6,8 +6,9 @@ error.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -80,8 +81,21 @@ for command in (methods, doctor, ingest, remove, ask, inspect, serve, quickstart
 app.add_typer(store.app, name="store")
 
 
+_M_ARENA_MAX = -8  # of malloc.h
+
+
+def use_one_arena() -> None:
+    """Have all threads of this process allocate as the main one; no effect without glibc.
+
+    The other arenas return the memory of large tensors at once, and take it anew.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
 def main() -> None:
     """Entry point of the console script."""
+    use_one_arena()
     app()
 
 

@@ -33,8 +33,6 @@ holds one byte only."""
 RETURN_S = 30.0
 """Seconds between two calls of malloc_trim, which take .1 s on a busy server."""
 
-_M_ARENA_MAX = -8  # of malloc.h
-
 
 def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
     """A listening socket. port: 0 for a free one.
@@ -110,12 +108,7 @@ class Server(uvicorn.Server):
 
 @cache
 def spare_memory() -> None:
-    """Limit the freed memory that glibc keeps in this process; no effect with another C library.
-
-    Threads share two arenas in place of eight a core, and freed memory is returned regularly.
-    """
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+    """Return freed memory regularly; no effect with another C library than glibc."""
 
     def give_back() -> None:
         while True:
