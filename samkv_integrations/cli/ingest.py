@@ -147,7 +147,10 @@ def ingest(
     check_name(collection)
     database, pool = index.database, ray.pool
     place = (index.namespace, collection)
-    before = index.as_ingested([place], may_be_new=True)
+    is_new = True
+    with suppress(InvalidOption):  # without a database
+        is_new = collection not in database.names()
+    before = index.as_ingested([place], may_be_new=is_new)
     model = before.model
     source = index.source(before, max_bytes)
     use_threads_for(model)
@@ -166,20 +169,21 @@ def ingest(
     records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
     done: IngestResult
     failed: list[dict[str, str]] = []
+    dtype, bits = engine.model.dtype_name, engine.store_bits
+    now = Ingested(model=model, dtype=dtype, store_bits=bits)
     if pool is None:
         try:
             done = link.add(*records, progress=True)
         except KeyboardInterrupt:
             said = "interrupted; what is cached stays, and the same command goes on"
             tables.console(stderr=True).print(said)
+            remember(folder, engine.store, place, now)
             raise
     else:
         with redirect_stdout(sys.stderr):  # where Ray writes what a worker that ends has written
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
-    dtype, bits = engine.model.dtype_name, engine.store_bits
-    now = Ingested(model=model, dtype=dtype, store_bits=bits)
     was = remember(folder, engine.store, place, now)
     _delete_outdated(link, read)
 

@@ -263,7 +263,7 @@ class Index(Collections):
         if model is None and places and not models and not may_be_new:
             raise InvalidOption(
                 f"{self.folder / 'kv'} does not tell which model has cached the documents; give it "
-                "with --model"
+                "with --model, or the --dir that 'samkv ingest' used"
             )
         same = [one for one in found if model in (None, one.model)]
         last = same[-1] if same else Ingested(model=model or BUILTIN)

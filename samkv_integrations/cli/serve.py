@@ -109,6 +109,9 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
         )
     namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
+    database = index.database
+    for _, wanted in asked:
+        database.collection(wanted)
     ingested = index.as_ingested(asked)
     model = ingested.model
     of_engines = EngineOptions(
@@ -129,9 +132,6 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
 
     # before the model, which loads slowly
     with listen_on(serving.host, serving.port, keys) as listening:
-        database = index.database
-        for _, wanted in asked:
-            database.collection(wanted)
         database.check([wanted for _, wanted in asked])  # here, where a crash would come again
         for tenant in keys.tenants:
             own = replace(index, namespace=tenant.namespace)

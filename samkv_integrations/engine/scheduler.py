@@ -123,7 +123,7 @@ class RunningAnswer:
 
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
-    owner: who asks, see `OWNER`. n_computed: tokens that the first token's pass computes, at most.
+    owner: who asks, see `OWNER`. n_computed: tokens that the first token's pass computes, about.
     pieces: for the reader; the first one is empty and comes with the first token.
     is_complete: the last piece has been put. is_abandoned: set by a reader that has left. decoder,
     sampler: for the tokens after the first; None before it and at the end. lookup: drafts tokens;

@@ -306,8 +306,8 @@ class LargeInt8Matrix:
 class SevenBitMatrix(LargeInt8Matrix):
     """The same for FBGEMM's int8 kernels, and for processors without VNNI instructions.
 
-    There the sum of two products of bytes has 16 bits. Digits of 7 bits do not overflow it, and two
-    of them keep more than bfloat16's precision.
+    There the sum of two products of bytes has 16 bits. Digits of 7 bits do not overflow it. Two of
+    them are 14 bits of a row's largest number.
     """
 
     _base = 128
