@@ -75,7 +75,7 @@ def test_a_slow_database_is_not_called_damaged(
 
 def test_a_server_does_not_begin(folder: Path) -> None:
     cut(folder, "header.bin")
-    said = error_of("serve", "--port", "0", "--collection", "town")
+    said = error_of("serve", "--port", "0", "--collection", "town", "--model", "builtin")
     assert "cannot be asked" in said and "SIGSEGV" in said
 
 

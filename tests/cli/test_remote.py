@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.cache.files.folder import SECRET_VARIABLE
-from tests.cli.running import rows_of
+from tests.cli.running import error_of, rows_of
 from tests.support.records import RECORDS
 
 QUESTION = RECORDS[0].question
@@ -37,7 +37,9 @@ def test_a_second_machine_asks_what_one_has_ingested(
     assert files_of(tmp_path / "shared") == files_of(".samkv/kv")
     (first,) = rows_of("ask", QUESTION, "--remote", remote, "--top-k", "3")
     folder = second_machine()
-    (row,) = rows_of("ask", QUESTION, "--dir", folder, "--remote", remote, "--top-k", "3")
+    there = ("ask", QUESTION, "--dir", folder, "--remote", remote, "--top-k", "3")
+    assert "give it with --model" in error_of(*there)
+    (row,) = rows_of(*there, "--model", "builtin")
     assert row["answer"] == first["answer"]
     assert (row["reused"], row["chunk_misses"]) == (3, {})
     assert len(files_of("second/kv")) == 3

@@ -47,7 +47,7 @@ REMOTE = "s3://caches/kv"
 # In 8 bits and float32 a chunk that is computed once more has the numbers that its cache has,
 # whatever it is computed together with, but for last bits that decide no token.
 BITS = 8
-OF_MODEL = ("--dtype", "float32", "--store-bits", str(BITS))
+OF_MODEL = ("--model", "builtin", "--dtype", "float32", "--store-bits", str(BITS))
 LOCAL_BYTES = 5_000_000
 """Room for half of the chunks that the questions need: others are fetched, or missed."""
 
