@@ -38,6 +38,7 @@ from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.pretend_device import OnDevice, pretend_device
+from tests.support.processes import wait_until
 
 TWICE = f"{PROMPT}\n\nAgain: {CHUNKS[0]} and > {CHUNKS[3][:30]}\n> {CHUNKS[3][30:]}"
 """With a chunk that stands in it twice, and a chunk in two runs."""
@@ -593,9 +594,9 @@ def test_an_answer_that_has_no_memory_fails_alone(
     with ThreadPoolExecutor(3) as pool:
         pool.submit(hot.scheduler.run, lambda: go_on.wait(60))
         goes_on = pool.submit(hot.generate, short, CHUNKS[:1], **asked)
+        wait_until(lambda: hot.scheduler.load.waiting == 1, "it waits first")
         fails = pool.submit(hot.generate, PROMPT, CHUNKS, **asked)
-        while hot.scheduler.load.waiting < 2:
-            time.sleep(0.005)
+        wait_until(lambda: hot.scheduler.load.waiting == 2, "both wait")
         go_on.set()
         assert goes_on.result(60).text == expected
         with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer"):
