@@ -29,35 +29,35 @@ from samkv_integrations.formatting import Row, to_json
 from samkv_integrations.model.model import Model
 
 
-def plain_batches(model: Model, texts: Sequence[str]) -> list[dict[str, Tensor]]:
-    """Inputs of transformers' forwards, as a user forms them: sorted by length, padded batches.
-
-    A batch has as many tokens as one of an ingest, padding included.
-    """
-    ids = sorted((model.tokenize(text, special=False) for text in texts), key=len)
+def batches_of(model: Model, texts: Sequence[str]) -> list[list[str]]:
+    """The texts sorted by length, in batches of as many tokens as one of an ingest, padded."""
+    counted = sorted((len(model.tokenize(text, special=False)), text) for text in texts)
     most = BATCH_TOKENS if model.device.type == "cpu" else DEVICE_BATCH_TOKENS
-    grouped: list[list[list[int]]] = []
-    for one in ids:
-        if not grouped or len(one) * (len(grouped[-1]) + 1) > most:
-            grouped.append([])
-        grouped[-1].append(one)
-    batches = []
-    for group in grouped:
-        tensors = {"input_ids": group, "attention_mask": [[1] * len(one) for one in group]}
-        longest = len(group[-1])
-        batches.append({
-            name: torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-            for name, rows in tensors.items()
-        })  # fmt: skip
+    batches: list[list[str]] = []
+    for length, text in counted:
+        if not batches or length * (len(batches[-1]) + 1) > most:
+            batches.append([])
+        batches[-1].append(text)
     return batches
 
 
-def forward(model: Model, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Transformers' own forward of ``batches``, which fills a cache of each; no logits."""
+def padded(model: Model, texts: Sequence[str]) -> dict[str, Tensor]:
+    """Inputs of a forward of transformers."""
+    ids = [model.tokenize(text, special=False) for text in texts]
+    longest = max(map(len, ids))
+    return {
+        "input_ids": torch.tensor([one + [0] * (longest - len(one)) for one in ids]),
+        "attention_mask": torch.tensor([
+            [1] * len(one) + [0] * (longest - len(one)) for one in ids
+        ]),
+    }  # fmt: skip
+
+
+def forward(model: Model, batch: dict[str, Tensor]) -> None:
+    """Transformers' own forward of ``batch``, which fills a cache; no logits."""
     with torch.inference_mode():
-        for batch in batches:
-            inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            model.hf.get_decoder()(**inputs, use_cache=True)  # type: ignore[no-untyped-call]
+        inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        model.hf.get_decoder()(**inputs, use_cache=True)  # type: ignore[no-untyped-call]
 
 
 def seconds_of(model: Model, call: Callable[[], object]) -> float:
@@ -71,27 +71,30 @@ def seconds_of(model: Model, call: Callable[[], object]) -> float:
 
 
 def measured(model: Model, texts: Sequence[str], folder: Path, repeats: int) -> Row:
-    """Medians over rounds in which the ways take turns; one more round warms up.
+    """Medians over rounds, of each of which the ways take turns after each batch.
 
-    forward_s: plain forwards. forwards: seconds of caching into a folder over it, of the same
-    round. in_memory: of caching into memory, so the rest is files.
+    So a machine that is slower for a while is so for all of them. forward_s: plain forwards.
+    forwards: seconds of caching into a folder over it, of the same round. in_memory: of caching
+    into memory, so the rest is files.
     """
-    batches, rounds = plain_batches(model, texts), []
-    for round_ in range(repeats + 1):
+    batches = batches_of(model, texts)
+    inputs = [padded(model, batch) for batch in batches]
+    Engine(model, MemoryStore()).cache_chunks(batches[0])  # warms up
+    rounds = []
+    for round_ in range(repeats):
         engines = Engine(model, ChunkStore(folder / f"kv{round_}")), Engine(model, MemoryStore())
-        plain = partial(forward, model, batches)
-        rounds.append([
-            seconds_of(model, call)
-            for call in (plain, *(partial(engine.cache_chunks, texts) for engine in engines))
-        ])  # fmt: skip
-    of_rounds = rounds[1:] or rounds
-    n_tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        seconds = [0.0] * 3
+        for batch, plain in zip(batches, inputs, strict=True):
+            caching = (partial(engine.cache_chunks, batch) for engine in engines)
+            for at, call in enumerate((partial(forward, model, plain), *caching)):
+                seconds[at] += seconds_of(model, call)
+        rounds.append(seconds)
     return {
-        "n_tokens": n_tokens,
-        "forward_s": statistics.median(plain for plain, _, _ in of_rounds),
-        "ingest_s": statistics.median(disk for _, disk, _ in of_rounds),
-        "forwards": statistics.median(disk / plain for plain, disk, _ in of_rounds),
-        "in_memory": statistics.median(memory / plain for plain, _, memory in of_rounds),
+        "n_tokens": sum(int(each["attention_mask"].sum()) for each in inputs),
+        "forward_s": statistics.median(plain for plain, _, _ in rounds),
+        "ingest_s": statistics.median(disk for _, disk, _ in rounds),
+        "forwards": statistics.median(disk / plain for plain, disk, _ in rounds),
+        "in_memory": statistics.median(memory / plain for plain, _, memory in rounds),
     }
 
 

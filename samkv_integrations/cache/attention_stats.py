@@ -26,6 +26,9 @@ ATTENTION_FLOOR = 1e-8
 MIN_PAUTA = 11
 """Fewest values for a 3-sigma test: none of n is beyond sqrt(n - 1) standard deviations."""
 
+_ROWS = 256
+"""Queries whose attention is counted at a time, at least as many as are computed at a time."""
+
 MIN_CHUNKS = 32
 """Fewest chunks whose votes decide a model's stable layers."""
 
@@ -82,54 +85,60 @@ def layer_statistics(
     values = None if value is None else value.flatten(0, 1)
     mean_u, spread_u = (m[n_later.clamp(min=0)] for m in _log_distances(n_tokens, device))
     is_token = (n_later >= 0).float()[..., None] if n_chunks > 1 else None
-    u, hidden = _distances(n_tokens, tile, device)
+    u, hidden = _distances(n_tokens, device)
     received = torch.zeros(n_chunks, n_tokens, dtype=torch.float32, device=device)
     slope = torch.zeros_like(received)
     # In each operation there is so little to do that their number counts.
-    for start, rows in zip(range(0, n_tokens, tile), torch.split(query, tile, 2), strict=True):
-        n_rows = rows.shape[2]
-        stop, n_seen = start + n_rows, n_prefix + start + n_rows
-        # Keys after the tile are masked for all its queries; omitting them halves the work.
-        # Heads of one group are consecutive, so they stack over their common key head.
-        grouped = rows.to(keys.dtype, memory_format=torch.contiguous_format)
-        grouped = grouped.reshape(n_groups, -1, dim)
-        logits = grouped.new_empty(n_groups, grouped.shape[1], n_seen)
-        torch.baddbmm(logits, grouped, keys[..., :n_seen], beta=0, alpha=scaling, out=logits)
-        logits = logits.view(n_chunks, n_heads, n_rows, n_seen)
-        logits[..., n_prefix + start :].add_(hidden[:n_rows, :n_rows])
-        weights = logits.softmax(-1)
-        if values is not None and out is not None:
-            grouped = weights.to(values.dtype).view(n_groups, -1, n_seen)
-            output = torch.bmm(grouped, values[:, :n_seen])
-            out[:, :, start:stop] = output.view(n_chunks, n_heads, n_rows, -1)
-        attention = weights.mean(1)[..., n_prefix:]
-        of_tile = attention[..., start:]
-        of_tile.tril_(-1)  # what later tokens pay
+    for first in range(0, n_tokens, _ROWS):
+        last = min(first + _ROWS, n_tokens)
+        attention = received.new_zeros(n_chunks, last - first, last)  # mean over heads
+        for start in range(first, last, tile):
+            stop = min(start + tile, last)
+            n_rows, n_seen = stop - start, n_prefix + stop
+            # Keys after the tile are masked for all its queries; omitting them halves the work.
+            # Heads of one group are consecutive, so they stack over their common key head.
+            rows = query[:, :, start:stop]
+            grouped = rows.to(keys.dtype, memory_format=torch.contiguous_format)
+            grouped = grouped.reshape(n_groups, -1, dim)
+            logits = grouped.new_empty(n_groups, grouped.shape[1], n_seen)
+            torch.baddbmm(logits, grouped, keys[..., :n_seen], beta=0, alpha=scaling, out=logits)
+            logits = logits.view(n_chunks, n_heads, n_rows, n_seen)
+            logits[..., n_prefix + start :].add_(hidden[:n_rows, :n_rows])
+            weights = logits.softmax(-1)
+            if values is not None and out is not None:
+                grouped = weights.to(values.dtype).view(n_groups, -1, n_seen)
+                output = torch.bmm(grouped, values[:, :n_seen])
+                out[:, :, start:stop] = output.view(n_chunks, n_heads, n_rows, -1)
+            of_tile = attention[:, start - first : stop - first, :stop]
+            torch.sum(weights[..., n_prefix:], 1, out=of_tile)
+        attention.div_(n_heads)
+        own = attention[..., first:]
+        own.tril_(-1)  # what later tokens pay
         if is_token is not None:
-            attention *= is_token[:, start:stop]
-        received[:, :stop].add_(attention.sum(1))
+            attention *= is_token[:, first:last]
+        received[:, :last].add_(attention.sum(1))
         log_attention = attention.clamp_(min=ATTENTION_FLOOR).log_()
-        of_tile.tril_(-1)
+        own.tril_(-1)
         if is_token is not None:
-            log_attention *= is_token[:, start:stop]
-        first = u.shape[1] - tile - start  # the column of u that is the chunk's first token
-        centred_u = u[:n_rows, first : first + stop] - mean_u[:, None, :stop]
-        slope[:, :stop].add_(centred_u.mul_(log_attention).sum(1))
+            log_attention *= is_token[:, first:last]
+        nearest = u.shape[1] - _ROWS - first  # the column of u that is the chunk's first token
+        centred_u = u[: last - first, nearest : nearest + last] - mean_u[:, None, :last]
+        slope[:, :last].add_(centred_u.mul_(log_attention).sum(1))
     # Short columns become nan: spread_u is nan there, and so is 0 / 0.
     return LayerStatistics(alpha=-slope / spread_u, sustained=received / n_later)
 
 
 @lru_cache(maxsize=4)
-def _distances(n_tokens: int, tile: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tables of which each tile of queries needs a part, float32.
+def _distances(n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tables of which each `_ROWS` queries need a part, float32.
 
-    (tile, n + tile) log of the distances of queries to the last n + tile keys, 0 where there is
-    none; and (tile, tile) what hides later tokens from the tile's own queries.
+    (_ROWS, n + _ROWS) log of the distances of queries to the last n + _ROWS keys, 0 where there is
+    none; and (_ROWS, _ROWS) what hides later tokens from the queries.
     """
-    n_before = -(-n_tokens // tile) * tile
-    rows = torch.arange(tile, device=device)[:, None]
-    distance = n_before + rows - torch.arange(n_before + tile, device=device)
-    hidden = torch.full((tile, tile), -torch.inf, device=device).triu_(1)
+    n_before = -(-n_tokens // _ROWS) * _ROWS
+    rows = torch.arange(_ROWS, device=device)[:, None]
+    distance = n_before + rows - torch.arange(n_before + _ROWS, device=device)
+    hidden = torch.full((_ROWS, _ROWS), -torch.inf, device=device).triu_(1)
     return distance.clamp(min=1).log(), hidden
 
 
