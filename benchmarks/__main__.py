@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from samkv_integrations.cli.app import use_one_arena
+from samkv_integrations.cli.app import keep_freed_memory
 
 BENCHMARKS = {
     "right_answers": "right answers of every method, of all questions: the judge",
@@ -39,7 +39,7 @@ BENCHMARKS = {
 
 def main() -> None:
     """Run the benchmark that the first argument names, with the other arguments."""
-    use_one_arena()  # as the command line does
+    keep_freed_memory()  # as the command line does
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in BENCHMARKS:
         listed = "\n".join(f"  {each:22} {line}" for each, line in BENCHMARKS.items())

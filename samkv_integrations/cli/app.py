@@ -81,21 +81,26 @@ for command in (methods, doctor, ingest, remove, ask, inspect, serve, quickstart
 app.add_typer(store.app, name="store")
 
 
-_M_ARENA_MAX = -8  # of malloc.h
+# of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
-def use_one_arena() -> None:
-    """Have all threads of this process allocate as the main one; no effect without glibc.
+def keep_freed_memory() -> None:
+    """Have the tensors of a pass take the memory of the last one's; no effect without glibc.
 
-    The other arenas return the memory of large tensors at once, and take it anew.
+    All threads allocate as the main one, and up to 128 MiB stay when they are freed. Memory that
+    is returned to the system comes back as pages of zeros, which take a tenth of a pass.
     """
     with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_M_ARENA_MAX, 1)
+        set_option(_M_MMAP_THRESHOLD, 2**25)  # glibc allows no more
+        set_option(_M_TRIM_THRESHOLD, 2**27)
 
 
 def main() -> None:
     """Entry point of the console script."""
-    use_one_arena()
+    keep_freed_memory()
     app()
 
 

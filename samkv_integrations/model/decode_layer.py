@@ -112,7 +112,7 @@ def run(
     if turned.is_cuda:  # rounds once less, in an operation less
         turned = torch.addcmul(turned * cos, exchanged, sin)
     else:
-        turned = turned * cos + exchanged * sin
+        turned = (turned * cos).add_(exchanged.mul_(sin))
     turned, value = turned.transpose(0, 1)[None], value.transpose(0, 1)[None]
     output = attend(
         attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling
@@ -123,7 +123,8 @@ def run(
     rows = rows + _product(attention.o_proj, output, packed)
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
-        gate = F.silu(_product(mlp.gate_proj, normed))  # while it is in a CPU's cache
+        gate = _product(mlp.gate_proj, normed)
+        F.silu(gate, inplace=True)  # in no memory of its own, while it is in a CPU's cache
         gate.mul_(_product(mlp.up_proj, normed))
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
