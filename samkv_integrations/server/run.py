@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import ipaddress
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,9 @@ MAX_HEADER_BYTES = 2**16
 MAX_CHUNKS = 4096
 """Most chunks of a body in HTTP's chunked encoding. Each costs the event loop 25 µs, also if it
 holds one byte only."""
+
+SWITCH_S = 5e-4
+"""Seconds for which a thread keeps the GIL while another one wants it."""
 
 RETURN_S = 30.0
 """Seconds between two calls of malloc_trim, which take .1 s on a busy server."""
@@ -120,6 +125,17 @@ def spare_memory() -> None:
     threading.Thread(target=give_back, name="samkv-memory", daemon=True).start()
 
 
+def shorten_pauses() -> None:
+    """Let the model's thread go on soon, which needs the GIL again after each of its operations.
+
+    Otherwise a thread that reads a request keeps the GIL for 5 ms each time, and a collection of
+    all objects that were made until now stops all threads for a third of a second.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()
+
+
 def run(
     app: FastAPI, listening: socket.socket, grace_s: int | None, ready: Callable[[str], None]
 ) -> None:
@@ -129,6 +145,7 @@ def run(
     answers.
     """
     spare_memory()
+    shorten_pauses()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     address = address_of(listening)
     server = Server(app, grace_s, lambda: ready(address))
