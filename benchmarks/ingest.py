@@ -84,10 +84,12 @@ def measured(model: Model, texts: Sequence[str], folder: Path, repeats: int) -> 
     for round_ in range(repeats):
         engines = Engine(model, ChunkStore(folder / f"kv{round_}")), Engine(model, MemoryStore())
         seconds = [0.0] * 3
-        for batch, plain in zip(batches, inputs, strict=True):
+        for turn, (batch, plain) in enumerate(zip(batches, inputs, strict=True)):
             caching = (partial(engine.cache_chunks, batch) for engine in engines)
-            for at, call in enumerate((partial(forward, model, plain), *caching)):
-                seconds[at] += seconds_of(model, call)
+            calls = partial(forward, model, plain), *caching
+            for place in range(len(calls)):
+                at = (turn + place) % len(calls)  # none always comes after the same other one
+                seconds[at] += seconds_of(model, calls[at])
         rounds.append(seconds)
     return {
         "n_tokens": sum(int(each["attention_mask"].sum()) for each in inputs),

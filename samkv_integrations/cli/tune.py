@@ -81,6 +81,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     methods = {label: setting.to_method() for label, setting in settings.items()}
     measurer = Measurer(engine, methods, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
+    typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
     if store.note(name_of(engine.model)) is None:  # `auto` decides by what passes cost
         engine.calibrate()
     retrieved = with_documents(

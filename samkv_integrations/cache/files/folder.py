@@ -166,8 +166,9 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
     said = marker_fields(read_small(marker), folder, "restore it from a copy")
     secret = read_small(file) if file.exists() else b""
     if len(secret) != SECRET_BYTES or check_of(secret) != said["secret_check"]:
+        state = "damaged" if file.exists() else "missing"
         raise StoreError(
-            f"{file} is damaged, and nothing in {folder} can be read without it; next step: "
+            f"{file} is {state}, and nothing in {folder} can be read without it; next step: "
             "restore it from a copy, or ingest into a new folder"
         )
     if is_bound and given not in (None, secret):
