@@ -71,32 +71,32 @@ def seconds_of(model: Model, call: Callable[[], object]) -> float:
 
 
 def measured(model: Model, texts: Sequence[str], folder: Path, repeats: int) -> Row:
-    """Medians over rounds, of each of which the ways take turns after each batch.
+    """Medians over batches, and sums over a round of them.
 
-    So a machine that is slower for a while is so for all of them. forward_s: plain forwards.
-    forwards: seconds of caching into a folder over it, of the same round. in_memory: of caching
-    into memory, so the rest is files.
+    After each batch the ways take turns, in random order: a machine that is slower for a while is
+    so for all of them. forward_s, ingest_s: seconds of plain forwards, and of caching into a
+    folder, of all texts. forwards: seconds of caching a batch into a folder over those of its plain
+    forward. in_memory: of caching it into memory, so the rest is files. An engine computes its
+    prefix once, in its first batch.
     """
-    batches = batches_of(model, texts)
+    batches, order = batches_of(model, texts), random.Random(0)
     inputs = [padded(model, batch) for batch in batches]
     Engine(model, MemoryStore()).cache_chunks(batches[0])  # warms up
-    rounds = []
+    seconds: list[list[float]] = []
     for round_ in range(repeats):
         engines = Engine(model, ChunkStore(folder / f"kv{round_}")), Engine(model, MemoryStore())
-        seconds = [0.0] * 3
-        for turn, (batch, plain) in enumerate(zip(batches, inputs, strict=True)):
+        for batch, plain in zip(batches, inputs, strict=True):
             caching = (partial(engine.cache_chunks, batch) for engine in engines)
-            calls = partial(forward, model, plain), *caching
-            for place in range(len(calls)):
-                at = (turn + place) % len(calls)  # none always comes after the same other one
-                seconds[at] += seconds_of(model, calls[at])
-        rounds.append(seconds)
+            calls, of_batch = (partial(forward, model, plain), *caching), [0.0] * 3
+            for at in order.sample(range(len(calls)), len(calls)):
+                of_batch[at] = seconds_of(model, calls[at])
+            seconds.append(of_batch)
     return {
         "n_tokens": sum(int(each["attention_mask"].sum()) for each in inputs),
-        "forward_s": statistics.median(plain for plain, _, _ in rounds),
-        "ingest_s": statistics.median(disk for _, disk, _ in rounds),
-        "forwards": statistics.median(disk / plain for plain, disk, _ in rounds),
-        "in_memory": statistics.median(memory / plain for plain, _, memory in rounds),
+        "forward_s": sum(plain for plain, _, _ in seconds) / repeats,
+        "ingest_s": sum(disk for _, disk, _ in seconds) / repeats,
+        "forwards": statistics.median(disk / plain for plain, disk, _ in seconds),
+        "in_memory": statistics.median(memory / plain for plain, _, memory in seconds),
     }
 
 

@@ -95,28 +95,26 @@ def run(
     n_rows, size = hidden.shape[1], cos.shape[-1]
     rows: Tensor = hidden[0]
     normed = _normed(layer.input_layernorm, rows)
+    cos, sin = _turning(cos, sin)
     if packed is None:
         of_heads = attention.q_proj, attention.k_proj, attention.v_proj
-        joined = torch.cat([_product(linear, normed) for linear in of_heads], 1)
+        query, key, value = (_product(linear, normed).view(n_rows, -1, size) for linear in of_heads)
+        both = None
     else:
-        joined = packed.qkv.product(normed)
-    heads = joined.view(n_rows, -1, size)
-    n_kv_heads = heads.shape[1] // (attention.num_key_value_groups + 2)
-    n_heads, n_rotated = heads.shape[1] - 2 * n_kv_heads, heads.shape[1] - n_kv_heads
-    turned, value = heads[:, :n_rotated], heads[:, n_rotated:]
+        heads = packed.qkv.product(normed).view(n_rows, -1, size)
+        n_kv_heads = heads.shape[1] // (attention.num_key_value_groups + 2)
+        both, value = heads[:, :-n_kv_heads], heads[:, -n_kv_heads:]
+        query, key = both[:, :-n_kv_heads], both[:, -n_kv_heads:]
     if hasattr(attention, "q_norm"):
-        query = _normed(attention.q_norm, turned[:, :n_heads])
-        turned = torch.cat((query, _normed(attention.k_norm, turned[:, n_heads:])), 1)
-    cos, sin = _turning(cos, sin)
-    exchanged = turned.roll(size // 2, -1)
-    if turned.is_cuda:  # rounds once less, in an operation less
-        turned = torch.addcmul(turned * cos, exchanged, sin)
+        query, key, both = _normed(attention.q_norm, query), _normed(attention.k_norm, key), None
+    if n_rows > MOST_TOKENS and not query.is_cuda:  # a copy of both would leave a CPU's cache
+        query, key = _turned(query, cos, sin), _turned(key, cos, sin)
     else:
-        turned = (turned * cos).add_(exchanged.mul_(sin))
-    turned, value = turned.transpose(0, 1)[None], value.transpose(0, 1)[None]
-    output = attend(
-        attention.layer_idx, turned[:, :n_heads], turned[:, n_heads:], value, attention.scaling
-    )
+        n_heads = query.shape[1]
+        turned = _turned(torch.cat((query, key), 1) if both is None else both, cos, sin)
+        query, key = turned[:, :n_heads], turned[:, n_heads:]
+    query, key, value = (side.transpose(0, 1)[None] for side in (query, key, value))
+    output = attend(attention.layer_idx, query, key, value, attention.scaling)
     if output is None:
         return hidden
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
@@ -138,6 +136,14 @@ def _turning(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(R, 1, D) what heads, and heads with exchanged halves, are multiplied by in all layers."""
     half = cos.shape[-1] // 2
     return cos[:, None], torch.cat((-sin[:, :half], sin[:, half:]), 1)[:, None]
+
+
+def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (R, heads, D) after RoPE. cos, sin: of `_turning`."""
+    exchanged = heads.roll(heads.shape[-1] // 2, -1)
+    if heads.is_cuda:  # rounds once less, in an operation less
+        return torch.addcmul(heads * cos, exchanged, sin)
+    return (heads * cos).add_(exchanged.mul_(sin))
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401
