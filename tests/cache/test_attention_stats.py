@@ -69,6 +69,29 @@ def test_attention_that_underflows_counts_as_the_floor() -> None:
     assert result.alpha[0, :22].isfinite().all()
 
 
+@pytest.mark.parametrize("tile", [64, 300])
+@pytest.mark.parametrize("n_prefix", [0, 3])
+def test_chunks_of_a_batch_count_as_each_alone(n_prefix: int, tile: int) -> None:
+    """The chunks end in the first, the second and the third 256 queries."""
+    lengths, longest = (600, 290, 100), 600
+    query, key = normal(0, 3, 4, longest, 8), normal(1, 3, 2, n_prefix + longest, 8)
+    value, out = normal(2, *key.shape), torch.empty_like(query)
+    n_later = torch.tensor(lengths)[:, None] - 1 - torch.arange(longest)
+    found = layer_statistics(
+        query, key, 1.0, n_later=n_later, n_prefix=n_prefix, tile=tile, value=value, out=out
+    )
+    for i, length in enumerate(lengths):
+        some, seen = query[i, :, :length], key[i, :, : n_prefix + length]
+        alone = statistics_of(some, seen, n_prefix=n_prefix)
+        torch.testing.assert_close(found.alpha[i, :length], alone.alpha[0], equal_nan=True)
+        torch.testing.assert_close(found.sustained[i, :length], alone.sustained[0], equal_nan=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            some, seen, value[i, :, : n_prefix + length], scale=1.0, enable_gqa=True,
+            attn_mask=torch.ones(length, n_prefix + length).tril(n_prefix).bool(),
+        )  # fmt: skip
+        torch.testing.assert_close(out[i, :, :length], expected)
+
+
 def one_layer(alpha: list[float], sustained: list[float]) -> tuple[Tensor, Tensor]:
     return torch.tensor([alpha]), torch.tensor([sustained])
 
