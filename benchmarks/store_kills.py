@@ -339,10 +339,10 @@ def sync(world: World, slot: int, life: int) -> None:
 def check_sync(world: World) -> int:
     """Raises Violation unless a `sync` brings caches and records into line."""
     link = _link(world)
-    link.sync(grace_s=0)
+    first = link.sync(grace_s=0)
     again = link.sync(grace_s=0)
     if again.n_cached or again.n_linked or again.n_pruned:
-        raise Violation(f"a second sync has something to do: {again}")
+        raise Violation(f"a second sync has something to do: {again}, after {first}")
     found = link.collection.get(include=["documents"])
     texts = [str(text) for text in found["documents"] or ()]
     engine = link.engine
