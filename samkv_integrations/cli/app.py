@@ -89,7 +89,7 @@ def keep_freed_memory() -> None:
     """Have the tensors of a pass take the memory of the last one's; no effect without glibc.
 
     All threads allocate as the main one, and up to 128 MiB stay when they are freed. Memory that
-    is returned to the system comes back as pages of zeros, which take a tenth of a pass.
+    is returned to the system comes back as pages of zeros (docs/decisions.md has what that costs).
     """
     with suppress(AttributeError, OSError, TypeError):
         set_option = ctypes.CDLL(None).mallopt
