@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from samkv_integrations.cache.chunk import ChunkRef, normalise
 from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cache.files.folder import reconcile
 from samkv_integrations.chroma.client import chroma_errors
 from samkv_integrations.chroma.records import (
     KEY_FIELD,
@@ -363,7 +364,10 @@ class ChromaLink:
         if not grace_s:
             self.engine.delete(())  # what waits in memory for its text to be added again
         self._owner.claim()  # another database may have claimed the caches since the link was made
-        store, models = self.engine.store, self.engine.store.fingerprints()
+        store = self.engine.store
+        if isinstance(store, ChunkStore):
+            reconcile(store.files)  # a killed process may have written a file and not indexed it
+        models = store.fingerprints()
         for collection in self._records.collections():
             if collection.id != self.collection.id:
                 referenced = referenced | self._keys_of_texts(collection)

@@ -248,6 +248,23 @@ class TestPrune:
         assert counts(link.sync(grace_s=0))[4] == 2
         assert not any_bytes_of(link, gone) and not any_bytes_of(link, left)
 
+    def test_a_file_that_a_killed_process_did_not_index(self, link: ChromaLink) -> None:
+        """The first sync finds it, not the one after it."""
+        add(link, {"a": TEXTS[0], "b": TEXTS[1]})
+        store = link.engine.store
+        assert isinstance(store, ChunkStore)
+        file = store.file(link.engine.key_of(TEXTS[0]), link.engine.fingerprint.digest)
+        data = file.read_bytes()
+        link.delete(["a"])
+        file.write_bytes(data)
+        assert cached(link) == keys_of(link, TEXTS[1])
+        assert counts(link.sync())[4:] == (0, 1)  # young
+        assert counts(link.sync(grace_s=0))[4] == 1
+        assert not any_bytes_of(link, TEXTS[0])
+        file.write_bytes(data)
+        assert counts(link.sync(grace_s=0))[4] == 1
+        assert counts(link.sync(grace_s=0))[4] == 0
+
     def test_in_memory(self) -> None:
         client = chromadb.EphemeralClient(settings=Settings(anonymized_telemetry=False))
         collection = client.get_or_create_collection("memory", embedding_function=None)
