@@ -122,6 +122,8 @@ class Context:
         if bool((offsets.diff() == 1).all()):  # one run, which needs no copy
             return chunk.entries[:, int(offsets[0]) : int(offsets[-1]) + 1]
         self._wait_for_copies(-1)
+        if self._is_pinned and chunk.entries.is_cpu:  # a copy to the host may be on its way
+            torch.cuda.synchronize(self._devices[-1])
         return chunk.entries.index_select(1, offsets.to(chunk.entries.device))
 
     def load(self, blocks: Tensor) -> None:

@@ -466,6 +466,32 @@ def test_what_two_questions_bring_at_once_is_copied_once(
         assert other.copied is one.copied and one.copied
 
 
+def test_parts_of_a_chunk_on_the_host_are_gathered_after_it_was_copied_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk stays on the host if the device has no memory for it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    on_cpu = engine_on(tmp_path, hot_bytes=0)
+    on_cpu.cache_chunks(CHUNKS)
+    prompt, chunks = f"> {CHUNKS[3][:30]}\n> {CHUNKS[3][40:]}", [CHUNKS[3]]
+    expected = on_cpu.logits(prompt, chunks)
+    empty_like, waited_for = torch.empty_like, list[torch.device]()
+
+    def without_memory(tensor: Tensor, **given: Any) -> Tensor:
+        if "device" in given:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return empty_like(tensor, **given)
+
+    with pretend_device():
+        engine = on_device(tmp_path, hot_bytes=ROOM)
+        engine.logits(prompt, chunks)
+        monkeypatch.setattr(torch, "empty_like", without_memory)
+        monkeypatch.setattr(torch.cuda, "synchronize", waited_for.append)
+        found = engine.logits(prompt, chunks)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert waited_for == [DEVICE]
+
+
 def test_a_cache_that_the_host_has_no_memory_for_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
