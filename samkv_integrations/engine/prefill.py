@@ -288,7 +288,7 @@ def prefill(
         if len(of_keys) == together or layer == model.n_layers - 1:
             encode()
         means = local[query.device]
-        local_queries = query.index_select(1, means.rows).transpose(0, 1).float()
+        local_queries = query.transpose(0, 1).index_select(0, means.rows).float()
         local_query[layer] = means(unrotate(local_queries, *of_local.of(layer)))
         ends = model.ends_at(layer)
         output = torch.empty_like(query)

@@ -118,7 +118,7 @@ def run(
     if output is None:
         return hidden
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
-    rows = rows + _product(attention.o_proj, output, packed)
+    rows = _product(attention.o_proj, output, packed).add_(rows)
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
         gate = _product(mlp.gate_proj, normed)
@@ -127,8 +127,7 @@ def run(
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
         gate = F.silu(gate).mul_(up)
-    rows = rows + _product(mlp.down_proj, gate, packed)
-    return rows[None]
+    return _product(mlp.down_proj, gate, packed).add_(rows)[None]
 
 
 @lru_cache(maxsize=1)
@@ -152,7 +151,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401
         return F.rms_norm(x, shape, norm.weight, epsilon)
     weight: Tensor = norm.weight
     if len(x) > MOST_TOKENS:
-        return F.rms_norm(x, shape, None, epsilon) * weight
+        return F.rms_norm(x, shape, None, epsilon).mul_(weight)
     # PyTorch's RMS norm is six operations, which take longer for few tokens than a layer norm of
     # (x, -x), whose mean is 0. Of a million numbers some six differ in their last bit.
     both, size = torch.cat((x, -x), -1), x.shape[-1]

@@ -116,14 +116,14 @@ class EntryFormat:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`encode_chunks` of transformed keys, float32, operation by operation."""
         wide = values.float()
-        tokens, group = _groups_of(tuple(lengths), mixed.device)
+        tokens, at = _groups_of(tuple(lengths), mixed.device)
         of_groups = mixed.index_select(0, tokens).view(-1, GROUP_TOKENS, *mixed.shape[1:])
         ends = of_groups.amin(1), of_groups.amax(1), wide.amin(-1), wide.amax(-1)
         # It is NaN if any number is. A test of each takes five times as long.
         largest = torch.cat([side.flatten() for side in ends]).abs().max()
         key_range = self._range(*ends[:2]).transpose(0, 1).contiguous()
-        scale, offset = key_range.float().index_select(0, group).unbind(1)
-        of_keys = self._pack(mixed.sub(offset).div_(scale))
+        scale, offset = key_range.float()[:, :, None].unbind(1)
+        of_keys = self._pack(of_groups.sub_(offset).div_(scale).flatten(0, 1)).index_select(0, at)
         value_range = self._range(*ends[2:])  # (2, T, G)
         scale, offset = value_range.float()[..., None]
         of_values = self._pack(wide.sub(offset).div_(scale))
@@ -230,20 +230,20 @@ def groups(n_tokens: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _groups_of(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens of each group of chunks, one behind the other, and the group of each token.
+    """The tokens of each group of chunks, one behind the other, and where each token is there.
 
     (N * GROUP_TOKENS,) and (T,). A short group repeats its chunk's last token: this changes neither
     its smallest nor its largest number.
     """
     where = device if len(lengths) == 1 else torch.device("cpu")  # many are copied there together
-    tokens, group, first, n_groups = list[Tensor](), list[Tensor](), 0, 0
+    tokens, at, first, n_before = list[Tensor](), list[Tensor](), 0, 0
     for length in lengths:
-        group.append(groups(length, where) + n_groups)
-        own = -(-length // GROUP_TOKENS)
-        in_chunk = torch.arange(own * GROUP_TOKENS, device=where).clamp_(max=length - 1)
-        tokens.append(in_chunk + first)
-        first, n_groups = first + length, n_groups + own
-    return torch.cat(tokens).to(device), torch.cat(group).to(device)
+        n_rows = -(-length // GROUP_TOKENS) * GROUP_TOKENS
+        rows = torch.arange(n_rows, device=where)
+        tokens.append(rows.clamp(max=length - 1) + first)
+        at.append(rows[:length] + n_before)
+        first, n_before = first + length, n_before + n_rows
+    return torch.cat(tokens).to(device), torch.cat(at).to(device)
 
 
 def as_half(values: Tensor) -> Tensor:
