@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -310,6 +311,11 @@ class ChromaLink:
         began = time.perf_counter()
         done = {field.name: 0 for field in fields(SyncResult) if field.name != "seconds"}
         referenced: set[str] = set()
+        if isinstance(self.engine.store, ChunkStore):
+            # A killed process may have written a file and not indexed it. In a folder that can only
+            # be read nothing is left to do, or what is done raises.
+            with suppress(StoreError):
+                reconcile(self.engine.store.files)
         # All ids at once. With pages by number a deletion meanwhile would hide a record.
         ids = self._records.ids(None)
         desc = f"syncing {self.collection.name}"
@@ -364,10 +370,7 @@ class ChromaLink:
         if not grace_s:
             self.engine.delete(())  # what waits in memory for its text to be added again
         self._owner.claim()  # another database may have claimed the caches since the link was made
-        store = self.engine.store
-        if isinstance(store, ChunkStore):
-            reconcile(store.files)  # a killed process may have written a file and not indexed it
-        models = store.fingerprints()
+        store, models = self.engine.store, self.engine.store.fingerprints()
         for collection in self._records.collections():
             if collection.id != self.collection.id:
                 referenced = referenced | self._keys_of_texts(collection)

@@ -15,6 +15,7 @@ from chromadb.config import Settings
 
 import samkv_integrations.engine.chunks
 from samkv_integrations import ChunkStore, Engine, MemoryStore
+from samkv_integrations.cache.index import database
 from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, SyncResult
@@ -264,6 +265,38 @@ class TestPrune:
         file.write_bytes(data)
         assert counts(link.sync(grace_s=0))[4] == 1
         assert counts(link.sync(grace_s=0))[4] == 0
+
+    @pytest.mark.parametrize("grace_s", [0, 3600])
+    def test_a_file_that_no_record_names_evicts_no_cache_of_a_record(
+        self, link: ChromaLink, grace_s: float
+    ) -> None:
+        """A killed process left it, and others filled the store up to its budget meanwhile."""
+        store, engine = link.engine.store, link.engine
+        assert isinstance(store, ChunkStore)
+        add(link, {"a": TEXTS[0], "b": TEXTS[1], "x": TEXTS[2]})
+        file = store.file(engine.key_of(TEXTS[2]), engine.fingerprint.digest)
+        data = file.read_bytes()
+        link.delete(["x"])
+        engine.delete([])
+        store.set_budget(max_bytes=store.stats().bytes)
+        file.write_bytes(data)
+        for _ in range(2):
+            assert link.sync(grace_s=grace_s).n_evicted == 0
+            assert cached(link) == keys_of(link, *TEXTS[:2])
+        assert not file.exists()
+
+    def test_a_folder_in_step_that_can_only_be_read(
+        self, link: ChromaLink, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There is nothing to do, and nothing to write."""
+        add(link, {"a": TEXTS[0], "b": TEXTS[1]})
+
+        class Refused(database.FileLock):  # type: ignore[misc]
+            def acquire(self, *_: Any, **__: Any) -> Any:
+                raise PermissionError(13, "Permission denied", self.lock_file)
+
+        monkeypatch.setattr(database, "FileLock", Refused)
+        assert counts(link.sync()) == (2, 0, 0, 0, 0, 0)
 
     def test_in_memory(self) -> None:
         client = chromadb.EphemeralClient(settings=Settings(anonymized_telemetry=False))

@@ -181,10 +181,16 @@ class Index(Database):
             yield
 
     def adopt(self, entry: Entry) -> None:
-        """Index a cache that is in its place. Raises CacheMiss ("absent") if it has gone."""
+        """Index a cache that is in its place, or delete it if there is no room for it.
+
+        Raises CacheMiss ("absent") if it has gone.
+        """
         with self.transaction(writes=True) as connection:
+            for limit, _, limited in self._limits(entry.namespace):
+                if self._taken(limited) + entry.n_bytes > limit:
+                    self._caches.remove(entry.digest, entry.key)
+                    raise CacheMiss("absent", f"{entry.key}: no room")
             self._insert(connection, entry)
-            self._evict(entry.namespace)
             if self._caches.is_gone(entry.digest, entry.key):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
 
