@@ -45,6 +45,8 @@ def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
     """Whether `run` computes what the layer does: nobody has replaced, wrapped or hooked a part."""
     if config.model_type not in _FAMILIES or type(layer.mlp.act_fn) is not _silu():
         return False
+    if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
     parts: list[nn.Module] = [layer]
     for part in parts:
         is_hooked = part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
@@ -118,7 +120,7 @@ def run(
     if output is None:
         return hidden
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
-    rows = _product(attention.o_proj, output, packed).add_(rows)
+    rows = rows + _product(attention.o_proj, output, packed)
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
         gate = _product(mlp.gate_proj, normed)
@@ -127,7 +129,7 @@ def run(
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
         gate = F.silu(gate).mul_(up)
-    return _product(mlp.down_proj, gate, packed).add_(rows)[None]
+    return (rows + _product(mlp.down_proj, gate, packed))[None]
 
 
 @lru_cache(maxsize=1)
@@ -151,7 +153,8 @@ def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401
         return F.rms_norm(x, shape, norm.weight, epsilon)
     weight: Tensor = norm.weight
     if len(x) > MOST_TOKENS:
-        return F.rms_norm(x, shape, None, epsilon).mul_(weight)
+        normed = F.rms_norm(x, shape, None, epsilon)
+        return normed.mul_(weight) if weight.dtype == x.dtype else normed * weight
     # PyTorch's RMS norm is six operations, which take longer for few tokens than a layer norm of
     # (x, -x), whose mean is 0. Of a million numbers some six differ in their last bit.
     both, size = torch.cat((x, -x), -1), x.shape[-1]
