@@ -171,6 +171,8 @@ def ingest(
     failed: list[dict[str, str]] = []
     dtype, bits = engine.model.dtype_name, engine.store_bits
     now = Ingested(model=model, dtype=dtype, store_bits=bits)
+    if is_new:  # so that other commands know the model if this one is killed
+        remember(folder, engine.store, place, now)
     if pool is None:
         try:
             done = link.add(*records, progress=True)

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -68,6 +70,30 @@ def test_what_is_cached_before_an_interruption_stays(
     monkeypatch.setattr(ChromaLink, "add", interrupted)
     assert "interrupted; what is cached stays" in run("ingest", str(town), "--model", tiny).stderr
     monkeypatch.setattr(ChromaLink, "add", add)
+    assert f"4 prefilled by {tiny}, 2 already cached" in ran("ingest", str(town))
+
+
+_KILLED = """
+import os, signal, sys
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.cli.app import app
+
+add = ChromaLink.add
+
+def killed(link, ids, *rest, **options):
+    add(link, ids[:2], *(each[:2] for each in rest), **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+ChromaLink.add = killed
+app(sys.argv[1:])
+"""
+
+
+def test_after_a_killed_ingest_no_command_asks_for_its_model(town: Path, tiny: str) -> None:
+    ingest = [sys.executable, "-c", _KILLED, "ingest", str(town), "--model", tiny]
+    assert subprocess.run(ingest, check=False, timeout=120).returncode == -signal.SIGKILL
+    (synced,) = rows_of("store", "sync")
+    assert synced["n_records"] == 2
     assert f"4 prefilled by {tiny}, 2 already cached" in ran("ingest", str(town))
 
 
