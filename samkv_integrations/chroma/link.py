@@ -312,8 +312,8 @@ class ChromaLink:
         done = {field.name: 0 for field in fields(SyncResult) if field.name != "seconds"}
         referenced: set[str] = set()
         if isinstance(self.engine.store, ChunkStore):
-            # A killed process may have written a file and not indexed it. In a folder that can only
-            # be read nothing is left to do, or what is done raises.
+            # A killed process may have written a file and not indexed it. A folder that can only be
+            # read fails below, if there is anything to write.
             with suppress(StoreError):
                 reconcile(self.engine.store.files)
         # All ids at once. With pages by number a deletion meanwhile would hide a record.

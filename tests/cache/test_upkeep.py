@@ -186,6 +186,17 @@ class TestGc:
         assert store.keys() == [mine.key] and tenant.keys() == [theirs.key]
         assert tenant.text(theirs.key) == theirs.text
 
+    def test_a_file_that_its_writer_indexes_meanwhile_stays(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        """It counts once in a budget that has no room for another."""
+        store = ChunkStore(folder, namespace="a", max_bytes=2 * size_of_one(tmp_path))
+        chunks = [put(store, seed) for seed in (1, 2)]
+        for chunk in chunks:
+            store.index.adopt(store.files.entry(file_of(store, chunk)))
+        assert store.keys() == sorted(chunk.key for chunk in chunks)
+        assert all(file_of(store, chunk).exists() for chunk in chunks)
+
     def test_garbage_goes(self, folder: Path) -> None:
         store = ChunkStore(folder)
         place = file_of(store, put(store, 1)).parent

@@ -186,6 +186,8 @@ class Index(Database):
         Raises CacheMiss ("absent") if it has gone.
         """
         with self.transaction(writes=True) as connection:
+            if self.has(entry.digest, entry.key):
+                return  # its writer has indexed it meanwhile
             for limit, _, limited in self._limits(entry.namespace):
                 if self._taken(limited) + entry.n_bytes > limit:
                     self._caches.remove(entry.digest, entry.key)
