@@ -352,6 +352,15 @@ def test_more_than_the_device_has_is_refused(
         assert on_device(tmp_path, hot_bytes=None).chunks.hot.max_bytes == 600
 
 
+@pytest.fixture
+def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine without hot chunks that has cached all; devices have a GB of memory."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    engine = engine_on(tmp_path, hot_bytes=0)
+    engine.cache_chunks(CHUNKS)
+    return engine
+
+
 def on_device(folder: Path, **options: Any) -> Engine:
     model = Model(hf_model("llama").to(DEVICE), byte_tokenizer(bos=True), "tiny")
     return engine_on(folder, model=model, scheduler=OnThisThread(model), **options)
@@ -359,12 +368,9 @@ def on_device(folder: Path, **options: Any) -> Engine:
 
 @pytest.mark.parametrize("method", ["reuse", "epic", "samkv-guided", "samkv-fusion"])
 def test_chunks_that_are_used_again_are_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, method: str, on_cpu: Engine
 ) -> None:
     """The host waits no more often for them; what does not fit stays in the host's memory."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    on_cpu = engine_on(tmp_path, hot_bytes=0)
-    on_cpu.cache_chunks(CHUNKS)
     asked = {"follow": FOLLOW[:2], "method": method}
     expected = on_cpu.logits(TWICE, CHUNKS, **asked)
     n_waits, size = {}, on_cpu.store.stats().bytes
@@ -388,15 +394,12 @@ def test_chunks_that_are_used_again_are_on_the_device(
 
 
 def test_chunks_are_copied_to_the_device_beside_its_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: Engine
 ) -> None:
     """All copies are told before the pass, layer by layer behind the key ranges, numbered from 1.
 
     Each layer waits for its own, whichever question told them, and whatever became of it.
     """
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    on_cpu = engine_on(tmp_path, hot_bytes=0)
-    on_cpu.cache_chunks(CHUNKS)
     gap = f"{CHUNKS[0]} and > {CHUNKS[3][:30]}\n> {CHUNKS[3][40:]}"
     chunks = {PROMPT: CHUNKS, gap: [CHUNKS[0], CHUNKS[3]], CHUNKS[0]: CHUNKS[:1]}
     expected = {prompt: on_cpu.logits(prompt, some) for prompt, some in chunks.items()}
@@ -447,12 +450,7 @@ def test_chunks_are_copied_to_the_device_beside_its_layers(
         asked(for_one, CHUNKS[0])
 
 
-def test_what_two_questions_bring_at_once_is_copied_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    on_cpu = engine_on(tmp_path, hot_bytes=0)
-    on_cpu.cache_chunks(CHUNKS)
+def test_what_two_questions_bring_at_once_is_copied_once(tmp_path: Path, on_cpu: Engine) -> None:
     with pretend_device() as device:
         engine = on_device(tmp_path, hot_bytes=ROOM)
         engine.logits(PROMPT, CHUNKS)
@@ -467,12 +465,9 @@ def test_what_two_questions_bring_at_once_is_copied_once(
 
 
 def test_parts_of_a_chunk_on_the_host_are_gathered_after_it_was_copied_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: Engine
 ) -> None:
     """A chunk stays on the host if the device has no memory for it."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    on_cpu = engine_on(tmp_path, hot_bytes=0)
-    on_cpu.cache_chunks(CHUNKS)
     prompt, chunks = f"> {CHUNKS[3][:30]}\n> {CHUNKS[3][40:]}", [CHUNKS[3]]
     expected = on_cpu.logits(prompt, chunks)
     empty_like, waited_for = torch.empty_like, list[torch.device]()
@@ -493,12 +488,9 @@ def test_parts_of_a_chunk_on_the_host_are_gathered_after_it_was_copied_there(
 
 
 def test_a_cache_that_the_host_has_no_memory_for_is_not_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_cpu: Engine
 ) -> None:
     """The question that another cache makes room for goes on."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    on_cpu = engine_on(tmp_path, hot_bytes=0)
-    on_cpu.cache_chunks(CHUNKS)
     room = on_cpu.store.file(on_cpu.key_of(CHUNKS[0]), on_cpu.fingerprint.digest).stat().st_size  # type: ignore[attr-defined]
 
     def no_memory(*_: object) -> Tensor:
