@@ -41,8 +41,6 @@ class Serving:
     """Most answers that wait."""
     max_kv: Annotated[str | None, typer.Option(hidden=True)] = None
     """Most KV bytes of all running answers: 8GB."""
-    prefix_bytes: Annotated[str, typer.Option(hidden=True)] = "512MB"
-    """Memory for prompts' beginnings, all namespaces together: 512MB."""
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "--max-new-tokens", min=1, hidden=True)
     ] = 1024
@@ -83,7 +81,7 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     text = serving.keys_text  # refused before anything is imported, which takes time
 
     from samkv_integrations.cache.index.index import bytes_of
-    from samkv_integrations.engine.chunks import hot_budget
+    from samkv_integrations.engine.chunks import hot_budget, prefix_budget
     from samkv_integrations.engine.scheduler import Limits, Scheduler
     from samkv_integrations.model.loading import load_model
 
@@ -117,8 +115,6 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     of_engines = EngineOptions(
         **options, method=answering.chosen, eviction=answering.rule,
         store_bits=ingested.store_bits,
-        # equal parts, so that no namespace affects the times of another
-        prefix_bytes=bytes_of("prefix_bytes", serving.prefix_bytes) // len(namespaces),
     )  # fmt: skip
     settings = Settings(
         model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
@@ -138,7 +134,11 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
             own.require_own_records(database, tenant.collections)
         use_threads_for(model)
         loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
-        of_engines["hot_bytes"] = hot_budget(loaded, of_engines.get("hot_bytes")) // len(namespaces)
+        # equal parts, so that no namespace affects the times of another
+        n_parts = len(namespaces)
+        of_engines["hot_bytes"] = hot_budget(loaded, of_engines.get("hot_bytes")) // n_parts
+        kept_bytes = prefix_budget(loaded, of_engines.get("prefix_bytes"))
+        of_engines["prefix_bytes"] = kept_bytes // n_parts
         tenancy = Tenancy(
             Scheduler(loaded, limits), index.folder, index.remote, database=database, **of_engines
         )

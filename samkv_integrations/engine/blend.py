@@ -17,8 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.engine.loader import Context
-from samkv_integrations.engine.prefix_cache import Prefix
-from samkv_integrations.engine.working_cache import LayerEntries, WorkingCache, as_heads, rooms_for
+from samkv_integrations.engine.working_cache import (
+    CopiedEntries,
+    FirstEntries,
+    LayerEntries,
+    WorkingCache,
+    as_heads,
+    rooms_for,
+)
 from samkv_integrations.methods.base import (
     Checked,
     ContextAttention,
@@ -43,7 +49,7 @@ class LayerPlan:
     n_computed: R, tokens that the layer computes. positions: (R',) theirs; the last one may be
         repeated, see `Model.n_more_rows`. narrow: (R',) their indices among those of the layer
         before; None if they are the same tokens.
-    n_held: first tokens of the prompt whose entries come from the prefix cache.
+    n_held: first tokens of the prompt whose entries come from a kept sequence.
     decoded: places from the first to the last stored entry that is used; tokens: (n,) the context
         token of each of them, any one at the place of another entry, which is written later.
     brought: (b,) computed tokens that bring their entry, None for all of them; slots: (b,) their
@@ -123,7 +129,7 @@ def plan_pass(
     kept, its computed entry is attended to in that layer and then dropped.
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
-    n_held: first tokens that the prefix cache holds, all of them uncached; the other uncached
+    n_held: first tokens that a kept sequence has, all of them uncached; the other uncached
         tokens are computed.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method has its own
         attention, which always takes a mask.
@@ -237,8 +243,10 @@ class Blend:
     rotation: of all T positions.
     update: combines a recomputed entry with the stored one. weigh: the method's own attention, None
     for the model's.
-    held: entries of the prompt's first tokens, from the prefix cache. leaves: takes those that
-    later prompts may reuse.
+    held: entries of the prompt's first tokens, from a kept sequence. prefix_to_fill: gets copies of
+    those that later prompts may take, where the cache will not have them.
+    is_exact: whether later prompts take entries that this pass computes for full prefill's: nothing
+    is rounded for speed then.
     cache: takes the entries that a layer leaves. observe: looks at each layer instead.
     check: a layer, and the function that decides there what all later layers do. watch: sees each
     layer.
@@ -250,8 +258,9 @@ class Blend:
     rotation: Rotation
     update: Update = overwrite
     weigh: ContextAttention | None = None
-    held: Prefix | None = None
-    leaves: Prefix | None = None
+    held: FirstEntries | None = None
+    prefix_to_fill: CopiedEntries | None = None
+    is_exact: bool = False
     cache: WorkingCache | None = None
     observe: Observe | None = None
     check: tuple[int, Decide] | None = None
@@ -260,8 +269,7 @@ class Blend:
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. The plan's blocks must have been loaded."""
         n_tokens = plan.layers[0].n_computed
-        # what later prompts take from memory is exact
-        with self.model.short_pass(n_tokens) if self.leaves is None else nullcontext():
+        with nullcontext() if self.is_exact else self.model.short_pass(n_tokens):
             last = self.through_layers(plan)[0, -1:]
         with self.model.short_pass(1):
             return self.model.logits(last)[0]
@@ -342,13 +350,12 @@ class Blend:
         else:
             as_rows = (as_heads(keys[:n_padded]), as_heads(values[:n_padded]))
             causal = mask is None and n_entries > 1
-            # what later prompts take from memory is exact
-            may_round = len(plan.tokens) > 0 and self.leaves is None
+            may_round = len(plan.tokens) > 0 and not self.is_exact
             output = self.model.attention(
                 layer, query, *as_rows, scaling, mask, causal, may_round=may_round
             )
-        if self.leaves is not None:
-            self.leaves.take(keys, values)
+        if self.prefix_to_fill is not None:
+            self.prefix_to_fill.take(keys, values)
         if self.cache is not None:
             is_context, at = plan.is_context, plan.at
             if plan.staying is not None:

@@ -162,6 +162,22 @@ def hot_budget(model: Model, hot_bytes: int | str | None) -> int:
     return n_bytes
 
 
+KEPT_SHARE = 8
+"""Kept sequences take so small a share of the memory that is available when an engine is made."""
+
+
+def prefix_budget(model: Model, prefix_bytes: int | str | None) -> int:
+    """The bytes of memory that an engine's option ``prefix_bytes`` stands for.
+
+    Raises InvalidOption for no size.
+    """
+    if prefix_bytes is not None:
+        return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)
+    if model.device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(model.device)[0] // KEPT_SHARE
+    return (available_bytes() or 2**31) // KEPT_SHARE
+
+
 def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
     """A bar on standard error that counts the tokens of the ``missed`` chunks, each chunk once.
 

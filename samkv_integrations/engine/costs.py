@@ -56,7 +56,7 @@ class CostModel:
         )
 
     def full_prefill_s(self, n_tokens: int, n_held: int = 0) -> float:
-        """A layer of full prefill over ``n_tokens``, of which the prefix cache holds ``n_held``."""
+        """A layer of full prefill over ``n_tokens``, of which ``n_held`` are in memory."""
         n_rest = n_tokens - n_held
         return self._pass_s(n_rest, n_rest * (n_held + n_tokens + 1) / 2)
 
@@ -66,7 +66,7 @@ class CostModel:
         """A layer of a pass over the caches of ``layout``.
 
         missed: tokens of each chunk that would be computed and then count as cached. n_held: first
-        tokens that the prefix cache holds.
+        tokens that are in memory.
         """
         n_context, n_chunks = layout.n_context + sum(missed), layout.n_chunks + len(missed)
         ratio = method.recompute.most_ratio(n_context, n_chunks)
@@ -87,26 +87,18 @@ class CostModel:
         return self.layer_s + n_tokens * self.token_s + n_pairs * self.pair_s
 
 
-def is_whole(
-    method: Method,
-    costs: CostModel | None,
-    layout: Layout,
-    blended: Layout,
-    n_whole: int = 0,
-    n_blended: int = 0,
-) -> bool:
-    """Whether a method computes the whole prompt, as full prefill does.
+def is_whole(method: Method, costs: CostModel | None, layout: Layout, n_held: int = 0) -> bool:
+    """Whether a method computes all that is not in memory, as full prefill does.
 
-    costs: None if the method does not ask which is faster. blended: the layout behind the held
-    tokens, for a pass over caches. n_whole, n_blended: first tokens that the prefix cache holds,
-    for full prefill and for a pass over caches.
+    costs: None if the method does not ask which is faster. layout: of the prompt, with the chunks
+    behind the first ``n_held`` tokens, which are in memory.
     """
     if not layout.n_context:
         return True
     if costs is None:
         return False
-    full_s = costs.full_prefill_s(layout.n_tokens, n_whole)
-    return costs.blended_s(method, blended, n_held=n_blended) > MARGIN * full_s
+    full_s = costs.full_prefill_s(layout.n_tokens, n_held)
+    return costs.blended_s(method, layout, n_held=n_held) > MARGIN * full_s
 
 
 def kept_costs(model: Model, store: Store) -> CostModel:

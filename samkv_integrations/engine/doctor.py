@@ -189,7 +189,7 @@ def speed_advice(engine: Engine) -> Check:
     for n_tokens in lengths:
         chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
         layout = Layout([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
-        if not is_whole(METHODS["auto"], costs, layout, layout):
+        if not is_whole(METHODS["auto"], costs, layout):
             verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
             break
     kept = "not kept: give --dir for that"

@@ -13,17 +13,18 @@ import torch
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.store import MemoryStore, Store
 from samkv_integrations.engine.beginnings import Beginnings
-from samkv_integrations.engine.chunks import Chunks, RecentKeys
+from samkv_integrations.engine.chunks import Chunks, RecentKeys, prefix_budget
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
+from samkv_integrations.engine.kept_sequences import KeptSequences
 from samkv_integrations.engine.options import EngineOptions, check_on_miss, check_options
 from samkv_integrations.engine.prefill import PrefixPolicy, prefix_ids
-from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.request import AS_TEXT, AnswerOptions, AnswerSettings, Request
 from samkv_integrations.engine.scheduler import OWNER, Scheduler
 from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.engine.tracing import Trace
 from samkv_integrations.engine.tuned import choices_of
+from samkv_integrations.engine.working_cache import FirstEntries
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.eviction import Eviction, get_eviction
 from samkv_integrations.methods import Method
@@ -60,7 +61,7 @@ class Engine:
         prefix: PrefixPolicy = "auto",
         prefix_text: str = "",
         store_bits: int | None = None,
-        prefix_bytes: int = 2**28,
+        prefix_bytes: int | str | None = None,
         exact_beginnings: bool = True,
         hot_bytes: int | str | None = None,
         scheduler: Scheduler | None = None,
@@ -84,7 +85,7 @@ class Engine:
         )
         self.eviction = eviction
         self.prefix = prefix_ids(model, prefix, prefix_text)
-        self.prefixes = PrefixCache(prefix_bytes)
+        self.prefixes = KeptSequences[FirstEntries](prefix_budget(model, prefix_bytes))
         self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
@@ -332,8 +333,9 @@ class Engine:
         trace = Trace(self.model.name, prompt, settings, began)
         resolved = None
         try:
-            resolved = self.resolve(prompt, chunks, settings)
+            resolved = self._read(prompt, chunks, settings)
             request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
+            request.look_up()  # here, so that the model's thread need not wait for files
         except BaseException as error:
             if resolved is not None:
                 resolved.close()
@@ -385,23 +387,30 @@ class Engine:
         Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
         missed chunk is text.
         """
+        resolved = self._read(prompt, chunks, settings)
+        try:
+            resolved.open(behind=0)
+        except BaseException:
+            resolved.close()
+            raise
+        return resolved
+
+    def _read(
+        self, prompt: Prompt, chunks: Sequence[str] | None, settings: AnswerSettings
+    ) -> Resolved:
+        """The tokens of a prompt and its chunks, whose caches are not opened yet."""
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
+        self.prefixes.follow(since)
         window = settings.window_of(self.model)
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         if chunks is None:
             self._reader.see_announced(found, must_hold=settings.on_miss == "error")
-        resolved = Resolved(
+        return Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
             outage=self.chunks.outage, on_miss=settings.on_miss, since=since, hot=self.chunks.hot,
         )  # fmt: skip
-        try:
-            resolved.open(with_beginnings=self._beginnings is not None)
-        except BaseException:
-            resolved.close()
-            raise
-        return resolved
 
     def request(
         self, resolved: Resolved, settings: AnswerSettings, capacity: int, began: float = 0.0

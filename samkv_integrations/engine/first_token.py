@@ -15,11 +15,17 @@ from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.engine.costs import MARGIN, is_whole
+from samkv_integrations.engine.kept_sequences import LEAST, KeptSequence
 from samkv_integrations.engine.loader import ChunkLost, Context
-from samkv_integrations.engine.prefix_cache import Prefix
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.request import FirstToken, Request
-from samkv_integrations.engine.working_cache import DenseCache, SparseCache, WorkingCache
+from samkv_integrations.engine.working_cache import (
+    CopiedEntries,
+    DenseCache,
+    FirstEntries,
+    SparseCache,
+    WorkingCache,
+)
 from samkv_integrations.errors import InvalidOption, OutOfMemory, PromptTooLong
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.eviction.base import DroppingEviction, SparseEviction
@@ -55,6 +61,7 @@ def first_token(request: Request) -> FirstToken:
             resolved.lose(lost.chunk, lost.miss)
         except torch.OutOfMemoryError as error:
             HotChunks.clear_all()
+            request.free_kept()
             if is_last:
                 raise OutOfMemory.on(request.model.device) from error
             is_last = True  # the next try begins when the tensors of this one are free
@@ -65,13 +72,14 @@ class Choice:
     """How a prompt is computed.
 
     missed: token ids -> text of the chunks to compute as chunks first; then choose again.
-    whole: whether the prompt is computed in full. method: the request's, or full prefill.
-    eviction: which KV entries are kept after the first token.
+    whole: whether all that is not in memory is computed in full. method: the request's, or full
+    prefill. eviction: which KV entries are kept after the first token.
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
-    held: entries of the first ``n_held`` tokens, from the prefix cache. leaves: takes the entries
-    that go there: those of the first tokens that will be full prefill's. fingerprint: of what is
-    computed.
+    held: entries of the first ``n_held`` tokens, from a kept sequence; ``n_held_exact`` of them are
+    full prefill's. n_exact: first tokens whose entries will be. prompts: see `KeptSequence`.
+    stays: whether the working cache will hold the entries of all tokens at all layers.
+    fingerprint: of what is computed.
     """
 
     missed: Mapping[tuple[int, ...], str]
@@ -80,19 +88,22 @@ class Choice:
     eviction: Eviction | None
     layout: Layout
     opened: Sequence[StoredChunk]
-    held: Prefix | None
+    held: FirstEntries | None
     n_held: int
-    leaves: Prefix | None
+    n_held_exact: int
+    n_exact: int
+    prompts: tuple[range, ...]
+    stays: bool
     fingerprint: Fingerprint
 
 
 def choose(request: Request, *, may_compute: bool = True) -> Choice:
-    """Decide, for each token, whether to compute it, load it, or take it from the prefix cache.
+    """Decide, for each token, whether to compute it, load it, or take it from a kept sequence.
 
-    Causal attention makes the tokens before the first reused chunk independent of everything that
-    is reused: the chat template's head, the system prompt, earlier turns, and chunks that are
-    computed with the prompt. The longest held prefix of them is taken, the rest is blended.
-    ``recompute`` takes no chunk from the prefix cache: other methods are compared with it.
+    A follow-up goes on from what its conversation has left, chunks and answers included, and the
+    chunks behind that are blended. Any other prompt blends its chunks behind exact entries of its
+    first tokens, and full prefill goes on from exact entries alone. Whether the prompt is blended
+    does not depend on what others have asked.
 
     may_compute: whether missed chunks may be computed as chunks. ``auto`` leaves them to full
         prefill where that is faster, ``recompute`` always.
@@ -100,6 +111,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     Raises:
         PromptTooLong: prompt and answer exceed the context window.
         InvalidOption: the method cannot be used with the model.
+        ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
     """
     model, method = request.model, request.method
     costs, resolved = request.costs, request.resolved
@@ -108,80 +120,81 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
             f"method {method.name!r} weighs attention scores in its own way, and {model.name!r} "
             "bounds them or has sinks; choose another method, such as 'auto'"
         )
-    # the whole prompt, and its chunks without a cache
-    fingerprint, prefix_ids = request.chunks.fingerprint, request.chunks.prefix
-    may_compute &= resolved.on_miss == "compute" and method.recompute.uses_caches
-    parts: list[ChunkPart] = []
-    missed: dict[tuple[int, ...], str] = {}
-    for chunk in resolved.chunks:
-        blocks = None if chunk.stored is None else chunk.stored.blocks
-        parts.append(ChunkPart(runs=chunk.runs, blocks=blocks, is_exact=chunk.is_exact))
-        if may_compute and blocks is None and chunk.text is not None:
-            missed[chunk.token_ids] = chunk.text
-    layout = Layout(resolved.token_ids, parts, prefix_ids)
-    window = request.settings.window_of(model)
-    if layout.n_tokens + request.capacity > window:
+    n_tokens, window = len(resolved.token_ids), request.settings.window_of(model)
+    if n_tokens + request.capacity > window:
         raise PromptTooLong(
-            f"prompt of {layout.n_tokens} tokens (chunks at full size) and {request.capacity} new "
+            f"prompt of {n_tokens} tokens (chunks at full size) and {request.capacity} new "
             f"tokens exceed the context window of {window} of {model.name!r}; retrieve "
             "fewer chunks or ask for fewer tokens"
         )
 
-    # what the prefix cache holds of it, and how much of that a blended or a full pass may take
-    first_chunk = parts[0].runs[0].position if parts else layout.n_tokens
-    rule, whole_rule, found = request.eviction, request.whole_eviction, None
-    if request.prefixes is not None:
-        found = request.prefixes.find(fingerprint.computed_by, layout.token_ids)
-    n_found = 0 if found is None else found.n_tokens
-    # into chunks only where nothing is selected: tokens that are held are always attended to
-    reaches = method.recompute.uses_caches and method.select.keeps_all
-    reaches &= method.attend is None and rule is None
-    n_blended = n_found if reaches else min(n_found, first_chunk)
-    n_blended = _before_queries(n_blended, layout, rule)
-    n_whole = _before_queries(min(n_found, first_chunk), layout, whole_rule)
-    if whole_rule is None and method.whole_if_faster:
-        n_whole = n_found
-    blended, opened = layout, resolved.opened
-    if n_blended > first_chunk:
-        behind = [part.behind(n_blended) for part in parts]
-        blended = Layout(resolved.token_ids, [part for part in behind if part], prefix_ids)
-        there = zip(resolved.chunks, behind, strict=True)
-        opened = [chunk.stored for chunk, part in there if part and chunk.stored]
+    # what is in memory, and the chunks behind it
+    fingerprint, prefix_ids = request.chunks.fingerprint, request.chunks.prefix
+    rule, whole_rule, first_chunk = request.eviction, request.whole_eviction, resolved.first_chunk
+    kept, n_held = request.look_up()
+    may_compute &= resolved.on_miss == "compute" and method.recompute.uses_caches
+    parts, opened = list[ChunkPart](), list[StoredChunk]()
+    missed: dict[tuple[int, ...], str] = {}
+    for chunk in resolved.chunks:
+        blocks = None if chunk.stored is None else chunk.stored.blocks
+        part = ChunkPart(runs=chunk.runs, blocks=blocks).behind(n_held)
+        if part is None:
+            continue
+        parts.append(part)
+        if chunk.stored is not None:
+            opened.append(chunk.stored)
+        elif may_compute and chunk.text is not None:
+            missed[chunk.token_ids] = chunk.text
+    layout = Layout(resolved.token_ids, parts, prefix_ids)
+    is_follow_up = kept.is_follow_up and n_held == kept.n_tokens
 
     # blend, or compute in full
+    n_counted = n_held if is_follow_up else 0
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # whole chunks, of which the prompt may hold a part
         both_s = costs.chunks_s(lengths, len(prefix_ids))
-        both_s += costs.blended_s(method, blended, lengths, n_blended)
-        if both_s > MARGIN * costs.full_prefill_s(layout.n_tokens, n_whole):
+        both_s += costs.blended_s(method, layout, lengths, n_counted)
+        if both_s > MARGIN * costs.full_prefill_s(n_tokens, n_counted):
             missed = {}
-    whole = is_whole(method, costs, layout, blended, n_whole, n_blended)
-    if layout.n_chunks and not blended.n_chunks:  # all chunks are held: full prefill goes on
-        whole, n_whole = True, n_blended
+    whole = is_whole(method, costs, layout, n_counted)
+    is_full_prefill = whole or not method.recompute.uses_caches
     if whole:
-        n_held, rule, n_left = n_whole, whole_rule, first_chunk
-        if parts and method.whole_if_faster:
-            n_left = parts[-1].runs[-1].span.stop
+        rule = whole_rule
         # quantised entries are never exact, wherever their chunk stands
         is_rounded = fingerprint.entry_format.is_quantised
         everything = RecomputeAll() if is_rounded else RecomputeInexact()
         method = replace(
             method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
         )
-        if n_held > first_chunk:
-            layout, opened = Layout(resolved.token_ids, (), ()), []
-    else:
-        n_held, layout = n_blended, blended
-        n_left = int(layout.context_positions[0]) if layout.n_context else first_chunk
-    leaves = None
-    if request.prefixes is not None:
-        leaves = request.prefixes.begin(
-            fingerprint.computed_by, layout.token_ids[:n_left], n_found, model.token_kv_bytes
-        )
+        if not is_follow_up:
+            kept = request.beginning(is_exact=True)
+            n_held = kept.n_tokens if rule is None else min(kept.n_tokens, first_chunk)
+            if n_held > first_chunk:
+                layout, opened = Layout(resolved.token_ids, (), ()), []
+    n_held = _before_queries(n_held, layout, rule)
+
+    # what the pass leaves
+    n_held_exact, prompts, source = 0, tuple[range, ...](), kept.sequence
+    if source is not None:
+        n_held_exact = min(n_held, source.n_exact)
+        prompts = source.prompts[: source.n_prompts_in(n_held)]
+    n_exact = n_held_exact
+    if n_held_exact == n_held:
+        n_exact = n_tokens
+        if not is_full_prefill and layout.n_context:
+            n_exact = int(layout.context_positions[0])
+        if not is_full_prefill and n_exact < n_held + LEAST:
+            n_exact = n_held  # so few tokens may be computed faster, and not exactly
+    n_answered = prompts[-1].stop if prompts else 0
+    begins = (max(n_answered, run.position) for chunk in resolved.chunks for run in chunk.runs
+              if run.span.stop > n_answered)  # fmt: skip
+    prompts = (*prompts, range(next(begins, n_tokens), n_tokens))
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
-        held=found.first(n_held) if found is not None and n_held else None, n_held=n_held,
-        leaves=leaves, fingerprint=fingerprint,
+        held=source.entries if source is not None and n_held else None, n_held=n_held,
+        n_held_exact=n_held_exact, n_exact=n_exact, prompts=prompts,
+        stays=rule is None and method.select.keeps_all and method.attend is None,
+        fingerprint=fingerprint,
     )  # fmt: skip
 
 
@@ -222,7 +235,7 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         blend = Blend(
             model=model, layout=layout, context=context, update=method.update,
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=method.attend,
-            held=choice.held,
+            held=choice.held, is_exact=choice.n_exact > choice.n_held,
         )  # fmt: skip
         with request.stage("load"):
             inputs = context.inputs(method.needs, request.stable_layers)
@@ -263,6 +276,11 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             last_plan = plan_of(keep, later)
             return last_plan
 
+        # what later prompts may go on from: the working cache, or copies of the first entries
+        keeps, filled = request.keeps and choice.stays, None
+        n_copied = min(choice.n_exact, request.resolved.first_chunk)
+        if request.keeps and not keeps and n_copied >= choice.n_held + LEAST:
+            filled = CopiedEntries(n_tokens=n_copied)
         cache: WorkingCache
         if isinstance(rule, SparseEviction):
             cache = SparseCache(
@@ -273,16 +291,35 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             cache = DenseCache(
                 n_layers, request.capacity, n_tokens=layout.n_tokens, weigh=method.attend,
                 rule=rule if isinstance(rule, DroppingEviction) else None, model=model,
+                keeps_all=keeps,
             )  # fmt: skip
         with request.stage("blend"):
             logits = replace(
                 blend, cache=cache, check=None if check is None else (check, decide),
-                leaves=choice.leaves, watch=request.watch,
+                prefix_to_fill=filled, watch=request.watch,
             ).run(plan)  # fmt: skip
-            if request.prefixes is not None and choice.leaves is not None:
-                request.prefixes.keep(choice.leaves)
         report = _report_of(request, choice, cache, last_plan)
-        return FirstToken(logits=logits, cache=cache, layout=layout, report=report)
+    kept = None
+    if keeps and isinstance(cache, DenseCache):
+        kept = _kept(request, choice, cache, layout.n_tokens, choice.prompts)
+    elif filled is not None:
+        _kept(request, choice, filled, n_copied, ())
+    report = replace(report, stays=kept is not None)
+    return FirstToken(logits=logits, cache=cache, layout=layout, report=report, kept=kept)
+
+
+def _kept(
+    request: Request, choice: Choice, entries: FirstEntries, n_tokens: int,
+    prompts: tuple[range, ...],
+) -> KeptSequence[FirstEntries] | None:  # fmt: skip
+    """Keep the entries of a prompt's first tokens; None where there is no room."""
+    made = KeptSequence(
+        made_by=choice.fingerprint.computed_by, way=request.way,
+        deletion=request.resolved.since, token_ids=request.token_ids[:n_tokens],
+        n_exact=min(choice.n_exact, n_tokens), prompts=prompts, entries=entries,
+        n_bytes=entries.n_bytes,
+    )  # fmt: skip
+    return made if request.keep(made) else None
 
 
 def _check_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, int]) -> None:
@@ -325,7 +362,9 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     computed += sum(n for number, n in from_memory.items() if is_new[number])
     n_context, n_in_memory = int(is_of_chunk.sum()), from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
-    n_exact = n_in_memory + int((layout.exact[layout.chunk_of_token] & ~again.any(0)).sum())
+    n_exact = int(is_of_chunk[: choice.n_held_exact].sum()) + int(
+        (layout.exact[layout.chunk_of_token] & ~again.any(0)).sum()
+    )
 
     # reused: its entries are read, or its cache has told that tokens can be left out
     uses_cache = plan.blocks.any(0)[layout.block_of_token] | ~again.all(0)

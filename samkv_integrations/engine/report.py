@@ -27,15 +27,17 @@ class Report:
         ``recompute`` if the whole prompt was computed, ``prefix`` if all but ``prefix_tokens``.
     prompt_tokens: of the whole prompt. context_tokens: those in runs of at least 16 that are a
         chunk's; all others are computed as text.
-    prefix_tokens: first tokens that an earlier prompt left in memory: up to the first chunk, and
-        with ``prefix`` in chunks too.
+    prefix_tokens: first tokens whose entries were in memory, from an earlier prompt or answer: of a
+        follow-up all that its conversation left, chunks and answers included; of any other prompt
+        those before its first chunk, or, with ``prefix`` and ``recompute``, exact ones in chunks
+        too.
     kept_ratio: share of the context tokens that the answer attends to after its first token,
         mean over layers and key-value heads; if an eviction drops nothing, those of one step.
     recompute_ratio: share of the context tokens that were computed, mean over layers. Chunks that
         are ``computed_now``, or have no usable cache, count as computed in full.
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
-    exact_tokens: context tokens that were not computed and equal full prefill's: those of chunks in
-        ``prefix_tokens``, and of caches computed behind all that precedes them.
+    exact_tokens: context tokens that were not computed and equal full prefill's: of those in
+        ``prefix_tokens`` the ones of a full prefill, and those of caches computed behind all that precedes them.
     found: chunks recognised in the prompt, with or without a cache; one that occurs twice counts
         twice. Those that none of the next three counts were computed with the rest of the prompt.
     reused: chunks that were answered, at least in part, from a cache that the store held before.
@@ -47,6 +49,9 @@ class Report:
     bytes_read: read from chunk caches, headers and scoring data included.
     kv_bytes: KV entries that the first token read, before any eviction; full_kv_bytes: those of
         full prefill; decode_kv_bytes: those held at the end of the answer.
+    stays: whether the entries of prompt and answer stay in memory, so that a follow-up computes its
+        new tokens only. They do not without room (``prefix_bytes``), with an eviction, and with a
+        method that selects blocks or weighs attention: what stays then is the prompt's beginning.
     probe_s, select_s, load_s, blend_s: seconds of each stage, with those of other answers between
         its layers (`Scheduler`). load_s is all reading (on a GPU, only
         what is read before a pass: the rest overlaps with probe_s and blend_s). blend_s includes
@@ -84,6 +89,7 @@ class Report:
     select_s: float
     load_s: float
     blend_s: float
+    stays: bool = False
     announce_s: float = 0.0
     wait_s: float = 0.0
     ttft_s: float = 0.0

@@ -6,17 +6,20 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.engine.blend import Watch
 from samkv_integrations.engine.chunks import Chunks
 from samkv_integrations.engine.costs import CostModel
+from samkv_integrations.engine.kept_sequences import KeptSequence, KeptSequences, Match, Wanted
 from samkv_integrations.engine.options import OwnAnswerOptions, check_options
-from samkv_integrations.engine.prefix_cache import PrefixCache
 from samkv_integrations.engine.report import Report, Stage
-from samkv_integrations.engine.working_cache import WorkingCache
+from samkv_integrations.engine.working_cache import FirstEntries, WorkingCache
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method, get_method
@@ -84,7 +87,7 @@ class Request:
     stable_layers: N*, for methods that need attention statistics.
     eviction: of an answer over caches; whole_eviction: of one whose prompt is computed in full.
     costs: for a method that computes the prompt in full where that is faster, else None.
-    prefixes: entries of earlier prompts; None to use and leave none. watch: sees the pass.
+    prefixes: sequences that earlier answers left; None to use and leave none. watch: sees the pass.
 
     The rest is for tokens after the first. end_ids: tokens that end the answer. form: the JSON
     schema that it keeps to. announce_s: seconds that announcements took for chunks of the prompt.
@@ -101,7 +104,7 @@ class Request:
     eviction: Eviction | None = None
     whole_eviction: Eviction | None = None
     costs: CostModel | None = None
-    prefixes: PrefixCache | None = None
+    prefixes: KeptSequences[FirstEntries] | None = None
     watch: Watch | None = None
     end_ids: frozenset[int] = frozenset()
     form: JsonConstraint | None = None
@@ -114,6 +117,70 @@ class Request:
     def model(self) -> Model:
         """The model that computes the answer."""
         return self.chunks.model
+
+    # -- sequences in memory ------------------------------------------------------------------
+
+    @cached_property
+    def token_ids(self) -> NDArray[np.int64]:
+        """(T,) of the prompt."""
+        return np.array(self.resolved.token_ids, np.int64)
+
+    @property
+    def way(self) -> object:
+        """The method with its options, and the kind of caches: what blended entries depend on."""
+        return self.method, self.chunks.fingerprint.digest
+
+    @property
+    def goes_on_in_chunks(self) -> bool:
+        """Whether it may take entries of chunks from memory, which it attends to like any others.
+
+        Not where tokens of chunks are selected, weighed or evicted.
+        """
+        method = self.method
+        return self.eviction is None and method.select.keeps_all and method.attend is None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether later prompts may go on from it."""
+        return self.prefixes is not None and self.prefixes.max_bytes > 0
+
+    def beginning(self, *, is_exact: bool = False) -> Match[FirstEntries]:
+        """The first tokens that are in memory.
+
+        is_exact: those whose entries equal full prefill's, as a method that uses no cache takes
+            them; else those that the method may go on from.
+        """
+        if self.prefixes is None:
+            return Match()
+        wanted = Wanted(
+            made_by=self.chunks.fingerprint.computed_by, way=self.way,
+            deletion=self.resolved.since, token_ids=self.token_ids,
+            first_chunk=self.resolved.first_chunk,
+        )  # fmt: skip
+        if is_exact or not self.method.recompute.uses_caches:
+            return self.prefixes.exact(wanted)
+        return self.prefixes.go_on(wanted)
+
+    def look_up(self) -> tuple[Match[FirstEntries], int]:
+        """What is in memory of the prompt, and how many of its first tokens are taken from there.
+
+        The caches of the chunks behind these are opened, see `Resolved.open`.
+        """
+        found = self.beginning()
+        n_held = found.n_tokens
+        if not self.goes_on_in_chunks:
+            n_held = min(n_held, self.resolved.first_chunk)
+        self.resolved.open(behind=n_held)
+        return found, n_held
+
+    def keep(self, sequence: KeptSequence[FirstEntries]) -> bool:
+        """Keep what was computed, for later prompts; returns whether there was room."""
+        return self.prefixes is not None and self.prefixes.keep(sequence)
+
+    def free_kept(self) -> None:
+        """Free the memory of kept sequences."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -134,10 +201,12 @@ class FirstToken:
     """The result of the prompt's pass.
 
     logits: (vocabulary,) of the first token. cache: KV entries for the tokens after it. report:
-    figures that `RunningAnswer` and `AnswerStream` add, such as ``ttft_s``, are still 0.
+    figures that `RunningAnswer` and `AnswerStream` add, such as ``ttft_s``, are still 0. kept: the
+    prompt's entries in memory, which those of the answer may follow; None if they cannot.
     """
 
     logits: Tensor
     cache: WorkingCache
     layout: Layout
     report: Report
+    kept: KeptSequence[FirstEntries] | None = None

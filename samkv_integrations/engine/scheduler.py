@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +27,11 @@ from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.engine.decode import Decoder, TextStream, decode
 from samkv_integrations.engine.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.engine.first_token import first_token
+from samkv_integrations.engine.kept_sequences import KeptSequence
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.static_step import Graphs
+from samkv_integrations.engine.working_cache import FirstEntries
 from samkv_integrations.errors import InvalidOption, OutOfMemory, Overloaded
 from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
@@ -131,6 +134,7 @@ class RunningAnswer:
     """
 
     _report: Report  # of the first token
+    _kept: KeptSequence[FirstEntries] | None = None  # the prompt, in memory
 
     def __init__(self, request: Request) -> None:
         self.request, self.owner = request, OWNER.get()
@@ -145,6 +149,7 @@ class RunningAnswer:
         self.sampler: Sampler | None = None
         self.lookup: PromptLookup | None = None
         self.token = self._n_tokens = self._n_steps = self._n_decoded = 0
+        self._tokens: list[int] = []
         self._is_unsure = False  # the last step computed several tokens, and none is certain
         self._decode_s = 0.0
         self._text = TextStream(request.model, request.settings.stop)
@@ -176,7 +181,7 @@ class RunningAnswer:
             first.report, wait_s=began - request.asked, announce_s=request.announce_s,
             ttft_s=time.perf_counter() - request.began,
         )  # fmt: skip
-        self.decoder = Decoder(model, first.cache, first.layout.n_tokens)
+        self.decoder, self._kept = Decoder(model, first.cache, first.layout.n_tokens), first.kept
         if request.settings.draft and first.cache.can_rewind:
             self.lookup = PromptLookup(ids)
         self._put("")
@@ -222,6 +227,7 @@ class RunningAnswer:
     def _take(self, token: int) -> None:
         """Add the next token."""
         self.token = token
+        self._tokens.append(token)
         if self.lookup is not None:
             self.lookup.add(token)
         text = ""
@@ -241,11 +247,27 @@ class RunningAnswer:
             self._put(text)
         if reason is not None:
             self.is_complete = True
+            self._keep()  # before its reader, who may ask again at once, sees the end
             self._put("", reason)
+
+    def _keep(self) -> None:
+        """Keep the entries of the answer behind those of the prompt, as far as computed."""
+        if self._kept is None or self.decoder is None:
+            return
+        request, prompt = self.request, self._kept
+        n_decoded = self.decoder.position - len(prompt.token_ids)
+        token_ids = np.append(prompt.token_ids, self._tokens[:n_decoded])
+        is_exact = prompt.n_exact == len(prompt.token_ids) and not request.model.decodes_packed
+        kept = replace(
+            prompt, token_ids=token_ids, n_exact=len(token_ids) if is_exact else prompt.n_exact,
+            n_bytes=prompt.entries.n_bytes,
+        )  # fmt: skip
+        self._kept = None
+        self._report = replace(self._report, stays=request.keep(kept))
 
     def fail(self, error: BaseException) -> None:
         """Pass ``error`` to the reader, after the pieces that are there."""
-        self.is_complete = True
+        self.is_complete, self._kept = True, None
         if self.decoder is not None:
             self._put("")  # the figures so far
         if isinstance(error, torch.OutOfMemoryError):
@@ -253,7 +275,8 @@ class RunningAnswer:
         self.pieces.put(error)
 
     def release(self) -> None:
-        """Free its caches; nothing more is computed."""
+        """Free its caches; nothing more is computed. What an abandoned answer computed is kept."""
+        self._keep()
         if self.decoder is None:
             self.request.resolved.close()
         self.decoder = self.sampler = None
@@ -718,6 +741,8 @@ class _Thread:
         if is_done:
             return True
         HotChunks.clear_all()
+        for answer in batch:
+            answer.request.free_kept()
         for answer in batch:
             assert answer.decoder is not None
             # what a rule evicts during a step cannot be taken back

@@ -10,8 +10,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,43 @@ from samkv_integrations.eviction.base import Chooser, DroppingEviction, Seen, Sp
 from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.model.attention import attention, attention_of_token, suits_products
 from samkv_integrations.model.model import Model
+
+
+class FirstEntries(Protocol):
+    """Rotated entries of a prompt's first tokens, as kept sequences hold them."""
+
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (n_tokens, G, D) of the first tokens at a layer."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of memory, room included."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedEntries(FirstEntries):
+    """Copies of the entries of the first ``n_tokens``, which a pass adds layer by layer.
+
+    For answers whose working cache lacks some of them.
+    """
+
+    n_tokens: int
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def take(self, keys: Tensor, values: Tensor) -> None:
+        """Copy the first tokens' entries of the next layer out of (S, G, D) each."""
+        self.keys.append(keys[: self.n_tokens].clone())
+        self.values.append(values[: self.n_tokens].clone())
+
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(side.nbytes for side in (*self.keys, *self.values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +181,7 @@ def _attention(
     return model.attention(layer, query, keys, values, scaling, mask, False)
 
 
-class DenseCache(WorkingCache):
+class DenseCache(WorkingCache, FirstEntries):
     """Rotated keys and values, with room for the answer's tokens; an eviction rule may thin it out.
 
     Layers may hold different numbers of entries, ``lengths``. They are in position order until a
@@ -156,9 +194,10 @@ class DenseCache(WorkingCache):
     capacity: tokens that the answer may add. n_tokens: of the prompt. rule: what to keep, None for
     all. weigh: the method's own attention in a step, None for the model's.
     model: how its layers attend; plain attention without one.
+    keeps_all: whether entries that a sliding window has passed stay, for later prompts.
 
-    A layer with a sliding window keeps only what the next token sees. There the window evicts, and
-    the rule does not.
+    Else a layer with a sliding window keeps only what the next token sees. There the window evicts,
+    and the rule does not.
     """
 
     def __init__(
@@ -170,6 +209,7 @@ class DenseCache(WorkingCache):
         rule: DroppingEviction | None = None,
         weigh: ContextAttention | None = None,
         model: Model | None = None,
+        keeps_all: bool = False,
     ) -> None:
         self.keys: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, D)
         self.values: list[Tensor] = [torch.empty(0)] * n_layers
@@ -183,6 +223,7 @@ class DenseCache(WorkingCache):
             rule.keeper(rule.layer_budget(n_tokens, layer, n_layers)) for layer in range(n_layers)
         ]
         self._weigh, self._model, self._n_tokens = weigh, model, n_tokens
+        self._keeps_all = keeps_all
         self._is_plain = weigh is None and (model is None or model.scores_plainly)
         self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
         self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
@@ -190,6 +231,13 @@ class DenseCache(WorkingCache):
     @property
     def kv_bytes(self) -> int:
         return sum(self.lengths) * self._entry_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(side.nbytes for side in (*self.keys, *self.values))
+
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
 
     def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
         slots = self._kept[layer]
@@ -290,12 +338,15 @@ class DenseCache(WorkingCache):
         self.lengths[layer], self._kept[layer] = n_kept, slots
 
     def _trim(self, layer: int, at: Tensor, window: int) -> None:
-        """Keep what the next token sees through the window."""
+        """Keep what the next token sees through the window, or have steps look only there."""
         n_entries = self.lengths[layer]
         first = int((at <= self._n_tokens - window).sum())
-        self._move(layer, first)
         later = torch.arange(self._n_tokens, self._n_tokens + self._capacity)
-        self._windows[layer] = window, torch.cat((at[first:], later))
+        if self._keeps_all:
+            self._windows[layer] = window, torch.cat((at, later))
+        else:
+            self._move(layer, first)
+            self._windows[layer] = window, torch.cat((at[first:], later))
         slots = torch.arange(first, n_entries)[:, None]
         self._kept[layer] = slots.expand(-1, self.keys[layer].shape[1])
 

@@ -142,6 +142,7 @@ class EngineFields(BaseModel):
     max_bytes: int | str | None = None
     store_bits: int | None = None
     exact_beginnings: bool | None = None
+    prefix_bytes: int | str | None = None
     hot_bytes: int | str | None = None
 
 

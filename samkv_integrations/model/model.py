@@ -376,6 +376,16 @@ class Model:
             turns.append((cos.to(device), sin.to(device)))
         return Rotation(turns=turns, kinds=[kinds.index(kind) for kind in of_layers])
 
+    @property
+    def decodes_packed(self) -> bool:
+        """Whether decoding runs on packed weights, so that its entries differ from a prefill's."""
+        if self._packed_at != self.identity.generation:
+            self._packed_at = self.identity.generation
+            # who merges an adapter into weights that are in memory has packed ones of before
+            packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+            self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
+        return self._is_packed
+
     @contextmanager
     def decoding(self, n_tokens: int) -> Iterator[None]:
         """A block in which passes over so many tokens take the products that decoding is faster by.
@@ -383,12 +393,7 @@ class Model:
         Their results differ in the last bits, or as packed weights do; nothing of them may be
         stored.
         """
-        if self._packed_at != self.identity.generation:
-            self._packed_at = self.identity.generation
-            # who merges an adapter into weights that are in memory has packed ones of before
-            packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
-            self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
-        if not self._is_packed:
+        if not self.decodes_packed:
             is_single = n_tokens == 1
             with for_single_token(self.device, self.dtype) if is_single else nullcontext():
                 yield

@@ -41,6 +41,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     outage: Outage
     on_miss: OnMiss
     since: int
+    _found: dict[tuple[int, ...], StoredChunk | CacheMiss] = field(default_factory=dict)
     misses: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
     bytes_lost: int = 0
@@ -55,59 +56,52 @@ class Resolved(AbstractContextManager["Resolved"]):
         """Tokens in runs of chunks, with or without a cache."""
         return sum(chunk.n_tokens for chunk in self.chunks)
 
-    def open(self, *, with_beginnings: bool) -> None:
-        """Open the caches of all chunks. outage: logs caches that the system cannot read.
+    @property
+    def first_chunk(self) -> int:
+        """Position of the first token of a chunk; the prompt's length without one."""
+        return self.chunks[0].runs[0].position if self.chunks else len(self.token_ids)
 
-        with_beginnings: prefer the exact beginning of the first chunk, if it has one.
+    def open(self, *, behind: int) -> None:
+        """Open the caches of the chunks that reach beyond the first ``behind`` tokens, once each.
 
-        Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
+        Chunks before that are not looked up. outage: logs caches that the system cannot read.
+
+        Raises ChunkNotCached if ``on_miss`` is ``error`` and one has no usable cache.
         """
         store, made_by = self.store, self.fingerprint
+        wanted = [
+            chunk for chunk in self.chunks
+            if chunk.runs[-1].span.stop > behind and chunk.token_ids not in self._found
+        ]  # fmt: skip
+        if not wanted:
+            return
         keys: dict[tuple[int, ...], str] = {}
-        for chunk in self.chunks:
+        for chunk in wanted:
             if chunk.token_ids not in keys:
                 keys[chunk.token_ids] = chunk.key or store.key(made_by, chunk.token_ids)
-            chunk.key = keys[chunk.token_ids]
         store.begin_to_fetch(list(keys.values()), made_by)  # all together, not one after another
-        opened: dict[str, StoredChunk | CacheMiss] = {}
+        for token_ids, key in keys.items():
+            try:
+                self._found[token_ids] = cache = self.hot.open(key, made_by, token_ids)
+                if len(self._found) > MAX_HELD:
+                    cache.let_go()
+            except CacheMiss as miss:
+                if miss.reason == "io":
+                    self.outage.tell(miss)
+                self._found[token_ids] = miss
         for chunk in self.chunks:
-            if with_beginnings and chunk is self.chunks[0] and self._open_beginning(chunk):
+            if chunk.token_ids not in keys:
                 continue
-            cache = opened.get(chunk.key)
-            if cache is None:  # each file is opened once, however often its chunk occurs
-                try:
-                    cache = self.hot.open(chunk.key, made_by, chunk.token_ids)
-                    if len(opened) >= MAX_HELD:
-                        cache.let_go()
-                except CacheMiss as miss:
-                    if miss.reason == "io":
-                        self.outage.tell(miss)
-                    cache = miss
-                opened[chunk.key] = cache
-            if isinstance(cache, CacheMiss):
+            chunk.key, found = keys[chunk.token_ids], self._found[chunk.token_ids]
+            if isinstance(found, CacheMiss):
                 if chunk.text is None or not chunk.is_whole:
                     # an announced text that the prompt holds in part may have been deleted or
                     # changed since; the store knows which texts were not
                     chunk.text = self._text_of(chunk.key)
-                self._count_miss(chunk.key, cache)
+                self._count_miss(chunk.key, found)
             else:
-                chunk.stored = cache
+                chunk.stored = found
         self.hot.bring(self.opened)
-
-    def _open_beginning(self, first: PromptChunk) -> bool:
-        """Open the first chunk's exact beginning; False if it has none."""
-        if not first.may_be_exact:
-            return False
-        made_by = self.store.behind(self.fingerprint, self.token_ids[: first.runs[0].position])
-        key = self.store.key(made_by, first.token_ids)
-        try:
-            first.stored = self.hot.open(key, made_by, first.token_ids)
-        except CacheMiss as miss:
-            if miss.is_damage:
-                self.store.quarantine(key, made_by)
-            return False
-        first.is_exact = True
-        return True
 
     def _text_of(self, key: str) -> str | None:
         """The stored text of a chunk that may be computed as a chunk; None without one."""

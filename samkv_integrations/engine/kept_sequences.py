@@ -1,0 +1,210 @@
+"""Kept sequences: what answers have computed stays in memory, for prompts that go on from it.
+
+The KV entries of a prompt and its answer are found by their token ids. A follow-up, which contains
+the whole earlier prompt, goes on from all of them. Any other prompt that begins alike takes only
+entries that do not depend on an earlier question: those before the first chunk.
+
+Nothing goes to disk. One engine has one index, so entries cross no namespace.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Entries = TypeVar("Entries")
+
+LEAST = 8
+"""Fewer tokens are neither kept nor taken: computing them is faster than finding them."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSequence(Generic[Entries]):
+    """The KV entries of a prompt's first tokens, often of all of them and of the answer.
+
+    made_by: the model that computed them, see `Fingerprint.computed_by`.
+    way: the method with its options, and the kind of chunk caches it read.
+    deletion: `Chunks.deletions` before the prompt was read.
+    token_ids: (P,).
+    n_exact: first tokens whose entries equal full prefill's.
+    prompts: of each prompt of the conversation, from its first new chunk to its end. Entries
+        between them depend on that prompt's question.
+    entries: as the engine holds them; n_bytes: their size.
+    """
+
+    made_by: str
+    way: object
+    deletion: int
+    token_ids: Ids
+    n_exact: int
+    prompts: tuple[range, ...]
+    entries: Entries
+    n_bytes: int
+
+    def covers(self, other: KeptSequence[Entries]) -> bool:
+        """Whether it serves every prompt that ``other`` serves, but for its last few tokens."""
+        if self.made_by != other.made_by:
+            return False
+        n_common, n_most = common(self.token_ids, other.token_ids), len(other.token_ids) - LEAST
+        return (
+            n_common >= n_most
+            and self.n_exact >= min(other.n_exact, n_common)
+            and set(other.prompts) <= set(self.prompts)
+            and (self.way == other.way or other.n_exact >= n_most)
+        )
+
+    def n_prompts_in(self, n_tokens: int) -> int:
+        """How many of its prompts end within the first ``n_tokens``."""
+        return sum(prompt.stop <= n_tokens for prompt in self.prompts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match(Generic[Entries]):
+    """The first ``n_tokens`` of a prompt, as a kept sequence has them.
+
+    is_follow_up: whether the prompt contains a whole earlier prompt of the sequence.
+    """
+
+    sequence: KeptSequence[Entries] | None = None
+    n_tokens: int = 0
+    is_follow_up: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a prompt may go on from.
+
+    token_ids: (T,) of the prompt. first_chunk: position of its first chunk, T without one.
+    made_by, way, deletion: see `KeptSequence`.
+    """
+
+    made_by: str
+    way: object
+    deletion: int
+    token_ids: Ids
+    first_chunk: int
+
+
+def common(one: Ids, other: Ids) -> int:
+    """How many first tokens two sequences share."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+class KeptSequences(Generic[Entries]):
+    """The latest sequences; the least recently used make room. Thread-safe.
+
+    max_bytes: of all together; 0 for none.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._sequences: list[KeptSequence[Entries]] = []  # the most recently used one last
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all sequences."""
+        with self._lock:
+            return self._n_bytes()
+
+    def _n_bytes(self) -> int:
+        return sum(each.n_bytes for each in self._sequences)
+
+    def go_on(self, wanted: Wanted) -> Match[Entries]:
+        """The longest beginning of a prompt that its method may go on from.
+
+        A follow-up takes what its own method made, up to the first token that differs, and exact
+        entries of other methods. Any other prompt takes the tokens before its first chunk and
+        before the sequence's, so that no answer depends on what others have asked.
+        """
+        return self._longest(wanted, _to_go_on_from)
+
+    def exact(self, wanted: Wanted) -> Match[Entries]:
+        """The longest beginning of a prompt whose entries equal full prefill's."""
+        return self._longest(wanted, _exact)
+
+    def _longest(
+        self, wanted: Wanted, usable: Callable[[KeptSequence[Entries], Wanted], tuple[int, bool]]
+    ) -> Match[Entries]:
+        best = Match[Entries]()
+        with self._lock:
+            for each in self._sequences:
+                if (each.made_by, each.deletion) != (wanted.made_by, wanted.deletion):
+                    continue
+                n_tokens, is_follow_up = usable(each, wanted)
+                n_tokens = min(n_tokens, len(wanted.token_ids) - 1)  # the last gives the logits
+                if n_tokens >= max(LEAST, best.n_tokens):
+                    best = Match(sequence=each, n_tokens=n_tokens, is_follow_up=is_follow_up)
+            if best.sequence is not None:
+                self._sequences.remove(best.sequence)
+                self._sequences.append(best.sequence)
+        return best
+
+    def keep(self, new: KeptSequence[Entries]) -> bool:
+        """Keep a sequence, in place of those that it covers; returns whether there was room.
+
+        One that began before a deletion is never found, and goes with the next `follow`.
+        """
+        if not self.max_bytes or len(new.token_ids) < LEAST or new.deletion < 0:
+            return False
+        with self._lock:
+            if new.n_bytes > self.max_bytes:
+                if not self._has_warned:
+                    self._has_warned = True
+                    _log.warning(
+                        "a prompt and its answer of %d tokens take %d bytes, more than "
+                        "prefix_bytes=%d, so they are not kept, and a next turn computes them "
+                        "again; give more. This is said once",
+                        len(new.token_ids), new.n_bytes, self.max_bytes,
+                    )  # fmt: skip
+                return False
+            self._sequences = [each for each in self._sequences if not new.covers(each)]
+            self._sequences.append(new)
+            while self._n_bytes() > self.max_bytes:
+                self._sequences.pop(0)
+        return True
+
+    def follow(self, deletion: int) -> None:
+        """Drop what was made before a deletion. deletion: `Chunks.deletions` now, -1 if unknown."""
+        with self._lock:
+            if deletion >= 0:
+                self._sequences = [each for each in self._sequences if each.deletion == deletion]
+
+    def clear(self) -> None:
+        """Drop all sequences, for example after a deletion or a change of the model."""
+        with self._lock:
+            self._sequences.clear()
+
+
+def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int, bool]:
+    """First tokens that a prompt may take, and whether it is a follow-up."""
+    n_common = common(sequence.token_ids, wanted.token_ids)
+    n_contained = n_common
+    if sequence.way != wanted.way:
+        # The same prompt asked again is no follow-up of another method: it is how methods are
+        # compared.
+        n_common = min(n_common, sequence.n_exact)
+        n_contained = min(n_common, len(wanted.token_ids) - 1)
+    prompts, n_prompts = sequence.prompts, sequence.n_prompts_in(n_contained)
+    if n_prompts < len(prompts):  # what was blended for a prompt that is not contained is not taken
+        n_common = min(n_common, prompts[n_prompts].start)
+    if not n_prompts:
+        n_common = min(n_common, wanted.first_chunk, sequence.n_exact)
+    return n_common, n_prompts > 0
+
+
+def _exact(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int, bool]:
+    n_common = min(common(sequence.token_ids, wanted.token_ids), sequence.n_exact)
+    return n_common, sequence.n_prompts_in(n_common) > 0
