@@ -95,6 +95,7 @@ class Engine:
             on_change=self.prefixes.clear,
         )  # fmt: skip
         self.exact_beginnings, self.hot_bytes = exact_beginnings, hot_bytes
+        self.prefix_bytes = prefix_bytes
         self._beginnings: Beginnings | None = None
         if exact_beginnings and self.store.keeps_beginnings:
             self._beginnings = Beginnings(self.chunks, self.scheduler)

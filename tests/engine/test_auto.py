@@ -144,7 +144,7 @@ def test_the_next_question_about_the_same_documents_goes_on_exactly(cached: bool
 def test_full_prefill_reads_no_entry_of_few_bits() -> None:
     """Not even of a chunk that stands where it was cached, right behind BOS."""
     chunks = texts(2, 60)
-    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=4)
+    engine = Engine(tiny_model("llama"), MemoryStore(), block_size=8, store_bits=4, prefix_bytes=0)
     engine.costs = ONE_PASS
     engine.cache_chunks(chunks)
     asked = "\n".join([*chunks, "Q?"])
@@ -210,7 +210,7 @@ def test_missed_chunks_are_computed_once_and_answer_as_if_they_had_been_ingested
     warm = engine_with(TOKENS_ONLY)
     warm.cache_chunks(chunks)
     expected = warm.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)
-    engine = engine_with(TOKENS_ONLY)
+    engine = engine_with(TOKENS_ONLY, prefix_bytes=0)
     engine.cache_chunks(chunks[:1])
     first = engine.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)
     second = engine.generate(prompt(chunks), chunks, method=method, max_new_tokens=6)

@@ -26,7 +26,7 @@ OWN = ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
 
 
 def make(folder: Path) -> Engine:
-    engine = Engine(tiny_model("llama"), ChunkStore(folder), method="reuse", block_size=8)
+    engine = Engine(tiny_model("llama"), ChunkStore(folder), method="reuse", block_size=8, prefix_bytes=0)
     engine.cache_chunks([BEFORE, DOCUMENT])
     return engine
 
@@ -56,7 +56,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
 def again(engine: Engine) -> Engine:
     """Another process's engine on the same store."""
     assert isinstance(engine.store, ChunkStore)
-    return Engine(engine.model, ChunkStore(engine.store.path), method="reuse")
+    return Engine(engine.model, ChunkStore(engine.store.path), method="reuse", prefix_bytes=0)
 
 
 def sound(engine: Engine) -> None:

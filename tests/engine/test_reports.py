@@ -82,7 +82,7 @@ def test_misses_are_computed_now_or_with_the_prompt(
 
 def test_what_an_announcement_computed_is_the_first_prompts_work() -> None:
     """Regression: a query that had just paid for all its chunks reported hits and no work."""
-    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse", prefix_bytes=0)
     engine.announce(TEXTS, "compute")
     elsewhere = engine.generate("Hello", max_new_tokens=1).report
     assert (*chunks_of(elsewhere), elsewhere.announce_s) == (0, 0, 0, 0.0)

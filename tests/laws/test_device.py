@@ -55,7 +55,9 @@ class OnThisThread(Scheduler):
 def engine(store: MemoryStore | None = None, *, n_layers: int = 4, **options: object) -> Engine:
     hf = hf_model("llama", num_hidden_layers=n_layers)
     model = Model(hf.to("cpu" if store is None else DEVICE), byte_tokenizer(bos=True), "tiny")
-    return Engine(model, store, block_size=8, scheduler=OnThisThread(model), **options)
+    return Engine(
+        model, store, block_size=8, scheduler=OnThisThread(model), prefix_bytes=0, **options
+    )
 
 
 @cache

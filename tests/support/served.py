@@ -24,16 +24,19 @@ def _filled() -> TemporaryDirectory[str]:
     return made
 
 
-def _engine(folder: Path) -> Engine:
+def _engine(folder: Path, prefix_bytes: int = 0) -> Engine:
     """Its method is one that always answers from caches; the default is in test_auto."""
     store = ChunkStore(folder / "kv")
-    return Engine(tiny_model("llama"), store, method="samkv-guided", block_size=8)
+    return Engine(
+        tiny_model("llama"), store, method="samkv-guided", block_size=8, prefix_bytes=prefix_bytes
+    )
 
 
-def engine_on(folder: Path) -> Engine:
+def engine_on(folder: Path, *, prefix_bytes: int = 0) -> Engine:
+    """An engine whose answers know nothing of each other, unless it has room to keep them."""
     if not (folder / "kv").exists():
         shutil.copytree(Path(_filled().name) / "kv", folder / "kv")
-    engine = _engine(folder)
+    engine = _engine(folder, prefix_bytes)
     engine.cache_chunks(TEXTS)
     return engine
 
