@@ -51,6 +51,10 @@ REMOVED = {
          "--min-replicas", "--max-replicas"),
         "start several servers behind a load balancer, on one --dir or --remote",
     ),
+    **dict.fromkeys(
+        ("--exact-beginnings", "--no-exact-beginnings"), "no chunk is cached a second time"
+    ),
+    "forget --beginnings": "any deletion deletes what an older version has left",
     "--route": "put a proxy that hashes 'x-session-id' before several servers",
 }  # fmt: skip
 """Removed command or option, of one command or of any -> what takes its place."""

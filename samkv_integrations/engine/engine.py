@@ -12,7 +12,6 @@ import torch
 
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.store import MemoryStore, Store
-from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunks import Chunks, RecentKeys
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
@@ -61,7 +60,6 @@ class Engine:
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int = 2**28,
-        exact_beginnings: bool = True,
         hot_bytes: int | str | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
@@ -93,10 +91,7 @@ class Engine:
             hot_bytes=hot_bytes, run=partial(self.scheduler.run, may_pause=True),
             on_change=self.prefixes.clear,
         )  # fmt: skip
-        self.exact_beginnings, self.hot_bytes = exact_beginnings, hot_bytes
-        self._beginnings: Beginnings | None = None
-        if exact_beginnings and self.store.keeps_beginnings:
-            self._beginnings = Beginnings(self.chunks, self.scheduler)
+        self.hot_bytes = hot_bytes
         self._schemas = SchemaReader()
         self._reader = PromptReader(model, self.store, self.chunks.outage)
 
@@ -220,13 +215,6 @@ class Engine:
         """
         self._reader.expect(self.chunks.refer(texts))
 
-    def make_beginnings(self) -> None:
-        """Compute now what idle time would compute, see ``exact_beginnings``.
-
-        For a program that exits after its last answer.
-        """
-        self.scheduler.finish_idle()
-
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the caches and texts of these chunks, for every model; returns how many chunks.
 
@@ -346,7 +334,7 @@ class Engine:
             chunk.computed_now |= chunk.key in announced
         request.announce_s = sum(announced.values())
         request.asked = time.perf_counter()
-        return AnswerStream(self.scheduler, request, trace, self._beginnings)
+        return AnswerStream(self.scheduler, request, trace)
 
     def logits(
         self,
@@ -397,7 +385,7 @@ class Engine:
             outage=self.chunks.outage, on_miss=settings.on_miss, since=since, hot=self.chunks.hot,
         )  # fmt: skip
         try:
-            resolved.open(with_beginnings=self._beginnings is not None)
+            resolved.open()
         except BaseException:
             resolved.close()
             raise

@@ -115,7 +115,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     missed: dict[tuple[int, ...], str] = {}
     for chunk in resolved.chunks:
         blocks = None if chunk.stored is None else chunk.stored.blocks
-        parts.append(ChunkPart(runs=chunk.runs, blocks=blocks, is_exact=chunk.is_exact))
+        parts.append(ChunkPart(runs=chunk.runs, blocks=blocks))
         if may_compute and blocks is None and chunk.text is not None:
             missed[chunk.token_ids] = chunk.text
     layout = Layout(resolved.token_ids, parts, prefix_ids)

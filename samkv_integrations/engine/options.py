@@ -201,10 +201,6 @@ class OwnEngineOptions(TypedDict, total=False):
     ]  # fmt: skip
     """Memory for the KV entries of prompts' beginnings (system prompt, earlier turns, documents
     that were computed in full), which later prompts reuse; 0 for none."""
-    exact_beginnings: Annotated[bool, Option(default=True)]
-    """Whether a chunk that has stood first in a prompt gets a second cache, computed in idle time
-    behind the same head (chat template, system prompt): none of its tokens is recomputed when it
-    stands first again. For stores on disk."""
     hot_bytes: Annotated[
         int | str | None,
         Option(default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free"),

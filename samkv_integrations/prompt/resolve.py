@@ -55,10 +55,8 @@ class Resolved(AbstractContextManager["Resolved"]):
         """Tokens in runs of chunks, with or without a cache."""
         return sum(chunk.n_tokens for chunk in self.chunks)
 
-    def open(self, *, with_beginnings: bool) -> None:
+    def open(self) -> None:
         """Open the caches of all chunks. outage: logs caches that the system cannot read.
-
-        with_beginnings: prefer the exact beginning of the first chunk, if it has one.
 
         Raises ChunkNotCached if ``on_miss`` is ``error`` and a chunk has no usable cache.
         """
@@ -71,8 +69,6 @@ class Resolved(AbstractContextManager["Resolved"]):
         store.begin_to_fetch(list(keys.values()), made_by)  # all together, not one after another
         opened: dict[str, StoredChunk | CacheMiss] = {}
         for chunk in self.chunks:
-            if with_beginnings and chunk is self.chunks[0] and self._open_beginning(chunk):
-                continue
             cache = opened.get(chunk.key)
             if cache is None:  # each file is opened once, however often its chunk occurs
                 try:
@@ -93,21 +89,6 @@ class Resolved(AbstractContextManager["Resolved"]):
             else:
                 chunk.stored = cache
         self.hot.bring(self.opened)
-
-    def _open_beginning(self, first: PromptChunk) -> bool:
-        """Open the first chunk's exact beginning; False if it has none."""
-        if not first.may_be_exact:
-            return False
-        made_by = self.store.behind(self.fingerprint, self.token_ids[: first.runs[0].position])
-        key = self.store.key(made_by, first.token_ids)
-        try:
-            first.stored = self.hot.open(key, made_by, first.token_ids)
-        except CacheMiss as miss:
-            if miss.is_damage:
-                self.store.quarantine(key, made_by)
-            return False
-        first.is_exact = True
-        return True
 
     def _text_of(self, key: str) -> str | None:
         """The stored text of a chunk that may be computed as a chunk; None without one."""
@@ -134,31 +115,20 @@ class Resolved(AbstractContextManager["Resolved"]):
     def lose(self, lost: StoredChunk, miss: CacheMiss) -> None:
         """Turn a cache that failed while it was read into a miss, wherever its chunk occurs.
 
-        An exact beginning is replaced by the chunk's ordinary cache. A cache that was computed for
-        this prompt is not computed again: the chunk's tokens are computed with the prompt.
+        A cache that was computed for this prompt is not computed again: the chunk's tokens are
+        computed with the prompt.
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
         self.bytes_lost += lost.bytes_read
         places = [chunk for chunk in self.chunks if chunk.stored is lost]
-        first = places[0]
-        if first.is_exact:
-            if miss.is_damage:
-                self.store.quarantine(lost.key, lost.fingerprint)
-            first.stored, first.is_exact = None, False
-            try:
-                first.stored = self.hot.open(first.key, self.fingerprint, first.token_ids)
-            except CacheMiss as own_miss:
-                first.text = self._text_of(first.key)
-                self._count_miss(first.key, own_miss)
-        else:
-            self._count_miss(lost.key, miss, len(places))
-            for chunk in places:
-                chunk.stored = None
-                if chunk.computed_now:
-                    chunk.text = None
-                elif chunk.text is None:
-                    chunk.text = self._text_of(lost.key)
+        self._count_miss(lost.key, miss, len(places))
+        for chunk in places:
+            chunk.stored = None
+            if chunk.computed_now:
+                chunk.text = None
+            elif chunk.text is None:
+                chunk.text = self._text_of(lost.key)
         lost.close()
 
     def __exit__(self, *_: object) -> None:

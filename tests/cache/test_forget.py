@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cache.chunk import ChunkCache
+from samkv_integrations.cache.chunk import RETIRED, ChunkCache
 from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cache.upkeep import gc, verify
 from samkv_integrations.errors import StoreError
@@ -169,3 +169,15 @@ def test_two_processes_put_a_note_and_the_first_wins(store: ChunkStore) -> None:
     others = [ChunkStore(store.path) for _ in range(3)]
     kept = [each.put_note("owner", str(place), replace=False) for place, each in enumerate(others)]
     assert kept == [True, False, False] and store.note("owner") == "0"
+
+
+def test_a_second_cache_of_an_older_version_goes_with_any_deletion(store: ChunkStore) -> None:
+    """It has no text, so that none names it, and no engine has its fingerprint."""
+    old = replace(TINY, prefix=f"{RETIRED}{'0' * 32}")
+    second = replace(chunk_for(store, 2), fingerprint=old, text="")
+    store.put(chunk_for(store, 1))
+    store.put(second)
+    assert store.fingerprints() == [TINY] and store.stats().n_chunks == 2
+    assert store.forget(is_secret) == 0
+    assert store.index.fingerprints() == [TINY] and len(store.keys()) == 1
+    assert not store.file(second.key, old.digest).exists()
