@@ -105,9 +105,8 @@ def decoding(
                 for label in WAYS:
                     loaded = unpacked if label == "unpacked" else packed
                     engines[label] = Engine(
-                        loaded.model, store, prefix_bytes=0, exact_beginnings=False,
-                        scheduler=loaded.scheduler,
-                    )  # fmt: skip
+                        loaded.model, store, prefix_bytes=0, scheduler=loaded.scheduler
+                    )
                 engines["unpacked"].cache_chunks(one.question.documents)
                 for row in _measure(engines, one, tokens, number % len(WAYS)):
                     journal.add(row)

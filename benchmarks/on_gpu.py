@@ -89,7 +89,7 @@ class Run:
         texts = Words(self.model, 0)
         chunks = [texts.text(chunk_tokens) for _ in range(n_chunks)]
         store = ChunkStore(self.folder / f"{n_chunks}x{chunk_tokens}")
-        engine = Engine(self.model, store, prefix_bytes=0, exact_beginnings=False, hot_bytes=2**31)
+        engine = Engine(self.model, store, prefix_bytes=0, hot_bytes=2**31)
         engine.cache_chunks(chunks)
         return engine, str(rag_prompt("What is the name of the river?", chunks))
 

@@ -28,9 +28,7 @@ from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.right_table import FULL, summarise, table
 from benchmarks.run_settings import hardware
-from samkv_integrations.cache.chunk import ChunkRef
 from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.decode import Decoder, decode, force
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.first_token import first_token
@@ -53,19 +51,16 @@ FOLLOWED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way of answering. is_exact: whether the first chunk is exact behind the prompt's head."""
+    """A way of answering."""
 
     label: str
     method: Method
-    is_exact: bool = False
     eviction: str = "none"
 
     @classmethod
     def of(cls, label: str) -> Candidate:
-        """From ``[exact] METHOD [FIELD=VALUE ...]``, such as ``exact epic eviction=quest``."""
-        words = label.split()
-        is_exact = words[:1] == ["exact"]
-        name, *settings = words[is_exact:]
+        """From ``METHOD [FIELD=VALUE ...]``, such as ``epic first=4 eviction=quest``."""
+        name, *settings = label.split()
         method, eviction = get_method(name), "none"
         for setting in settings:
             field, _, value = setting.partition("=")
@@ -76,7 +71,7 @@ class Candidate:
             if not known:
                 raise InvalidOption(f"{label!r}: {name} has no {field!r}; {option_names(method)}")
             method = with_option(method, f"{known[0]}={value}")
-        return cls(label=label, method=method, is_exact=is_exact, eviction=eviction)
+        return cls(label=label, method=method, eviction=eviction)
 
 
 class Judged:
@@ -84,15 +79,13 @@ class Judged:
 
     def __init__(self, engine: Engine, asked: Asked) -> None:
         self.engine, self.asked, self.question = engine, asked, asked.question
-        self._with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
-        self._with_beginnings.prefixes = engine.prefixes  # both have the prompt's head in memory
         self.model, self._documents = engine.model, list(asked.question.documents)
         self._prompt = self.question.prompt(chat=engine.model.has_chat_template)
         engine.cache_chunks(self._documents)
 
     def _asked(self, candidate: Candidate, work: Callable[[Request], _Made]) -> _Made:
         """What ``work`` makes of the request, in the model's thread."""
-        engine = self._with_beginnings if candidate.is_exact else self.engine
+        engine = self.engine
         with engine.resolve(self._prompt, self._documents) as resolved:
             settings = AnswerSettings.of(
                 method=candidate.method, eviction=candidate.eviction, on_miss="text"
@@ -100,21 +93,8 @@ class Judged:
             request = engine.request(resolved, settings, self.question.max_new_tokens)
             return engine.scheduler.run(lambda: work(request))
 
-    def _make_beginning(self) -> None:
-        """Caches the first chunk behind the prompt's head, as idle time would."""
-        with self.engine.resolve(self._prompt, self._documents) as resolved:
-            first = resolved.chunks[0]
-            head = tuple(resolved.token_ids[: first.runs[0].position])
-            ref = ChunkRef(key=first.key, text="", token_ids=first.token_ids, state="cached")
-            if first.may_be_exact:
-                beginnings = Beginnings(self.engine.chunks, self.engine.scheduler)
-                make = partial(beginnings.make, ref, head, resolved.since, lambda: None)
-                self.engine.scheduler.run(make)
-
     def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
         """A row for each candidate, the first being full prefill."""
-        if any(each.is_exact for each in candidates):
-            self._make_beginning()
         answers = [
             self._asked(each, lambda request, label=each.label: _Answer(label, request))
             for each in candidates
@@ -214,7 +194,7 @@ def right_answers(
         typer.Option(help="A folder of hotpotqa.jsonl and the others: the standard questions."),
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="[exact] METHOD [FIELD=VALUE ...], with commas between.")
+        str, typer.Option(help="METHOD [FIELD=VALUE ...], with commas between.")
     ] = DEFAULT_METHODS,
     half: Annotated[str, typer.Option(help="choose, report or all.")] = "all",
     most: Annotated[int | None, typer.Option(help="At most so many questions.")] = None,
@@ -259,9 +239,7 @@ def _measure(
         # full prefill again, with which the others are compared
         asked_of = list(dict.fromkeys([candidates[0], *missing]))
         with TemporaryDirectory() as folder:
-            engine = Engine(
-                model, ChunkStore(folder), exact_beginnings=False, scheduler=first.scheduler
-            )
+            engine = Engine(model, ChunkStore(folder), scheduler=first.scheduler)
             judged = Judged(engine, one)
             for row in judged.rows(asked_of, is_timed=is_timed):
                 if (row["id"], row["label"]) not in journal.rows:

@@ -6,9 +6,8 @@
 of the documents each. Of the requests a tenth leave at once, after the first event or in the midst,
 and a tenth are refused, each in its own way. Some ask for the other tenant's documents, which must
 not be found. Some cache texts of their own, ask about them, and delete them; then they must not be
-found either. Every other answer is compared with that of an engine that answers one by one over a
-copy of the chunk caches, with the exact beginning of the first chunk or without, as the answer's
-usage says. Beside them ``samkv ingest``, ``ask`` and ``remove`` run over and over in the
+found either. Every other answer is compared with that of an engine that answers one by one over the
+same chunk caches. Beside them ``samkv ingest``, ``ask`` and ``remove`` run over and over in the
 server's folder. Memory and file descriptors are the server's own figures, every half a minute;
 ``memory_growth`` is the median of memory's last quarter over that of the quarter before, less one.
 """
@@ -19,7 +18,6 @@ import argparse
 import asyncio
 import json
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -52,22 +50,21 @@ MAX_TOKENS = 16
 PATIENCE_S = 300.0
 LOOK_S = 30.0
 PAUSE_S = 5.0
-"""Seconds between two rounds of the command line, and of each minute without a new request, in
-which exact beginnings are computed."""
+"""Seconds between two rounds of the command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """A prompt of a tenant.
 
-    answers: by method and exact tokens, which an exact beginning of the first chunk adds.
+    answers: by method.
     shared: chunks of the other tenant's own documents that have 16 tokens in a row with it.
     """
 
     tenant: str
     prompt: str
     documents: tuple[str, ...]
-    answers: dict[tuple[str, int], str]
+    answers: dict[str, str]
     shared: int
 
 
@@ -91,40 +88,29 @@ def questions(n: int) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def expected(folder: Path, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> list[Asked]:
-    """Each question with its answers, one by one, over a copy of the server's caches."""
+    """Each question with its answers, one by one, over the server's caches."""
     torch.set_num_threads(1)
     model = load_model("builtin")
-    shutil.copytree(folder / "kv", folder / "copy")  # the server makes its own beginnings
     own = {name: MemoryIndex(b"soak") for name in KEYS}
     for tenant, _, documents in rows:
         for body in documents:
             own[tenant].add(body, model.tokenize(body, special=False))
-    answers: dict[str, dict[tuple[str, int], str]] = {prompt: {} for _, prompt, _ in rows}
-    for has_beginnings in (False, True):
-        engines = {
-            name: Engine(
-                model, ChunkStore(folder / "copy", namespace=name), prefix_bytes=0,
-                exact_beginnings=has_beginnings,
-            )
-            for name in KEYS
-        }  # fmt: skip
-        for tenant, prompt, _ in rows:
-            engine = engines[tenant]
-            for _ in range(2 * has_beginnings):  # a head that was seen once gets no beginning
-                engine.generate(prompt, method="reuse", max_new_tokens=1)
-                engine.make_beginnings()
-            for method in METHODS:
-                answer = engine.generate(prompt, method=method, max_new_tokens=MAX_TOKENS)
-                key = method, answer.report.exact_tokens
-                assert answers[prompt].setdefault(key, answer.text) == answer.text
+    engines = {
+        name: Engine(model, ChunkStore(folder / "kv", namespace=name), prefix_bytes=0)
+        for name in KEYS
+    }
 
     def shared(tenant: str, prompt: str) -> int:
         (other,) = KEYS.keys() - {tenant}
         return len(find_runs(model.tokenize_prompt(RenderedPrompt(prompt)), [own[other]]))
 
+    def answer(tenant: str, prompt: str, method: str) -> str:
+        return engines[tenant].generate(prompt, method=method, max_new_tokens=MAX_TOKENS).text
+
     return [
         Asked(
-            tenant=tenant, prompt=prompt, documents=documents, answers=answers[prompt],
+            tenant=tenant, prompt=prompt, documents=documents,
+            answers={method: answer(tenant, prompt, method) for method in METHODS},
             shared=shared(tenant, prompt),
         )
         for tenant, prompt, documents in rows
@@ -171,9 +157,6 @@ class Soak:
 
         async def client() -> None:
             while time.monotonic() < ends:
-                second = (time.monotonic() - self._began) % 60
-                if second > 60 - PAUSE_S:
-                    await asyncio.sleep(60 - second)
                 await self._one()
 
         async def look() -> None:
@@ -258,8 +241,7 @@ class Soak:
             is_whole, (choice,) = True, reply.json()["choices"]
             text, samkv = choice["text"], reply.json()["samkv"]
         self.tally.outcomes["streamed" if body["stream"] else "whole"] += 1
-        self.tally.outcomes["with exact tokens"] += samkv["exact_tokens"] > 0
-        right = asked.answers.get((method, samkv["exact_tokens"]))
+        right = asked.answers[method]
         if not is_whole or text != right or samkv["found"] != len(asked.documents):
             self.tally.wrong.append(f"{method}: {text!r} for {right!r}, {samkv}")
 

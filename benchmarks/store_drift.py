@@ -73,7 +73,6 @@ def parts(folder: Path, number: int, seed: int) -> Iterator[Row]:
             given = engine.generate(prompt, max_new_tokens=4, on_miss="compute").report
             times.append(time.perf_counter() - began)
             found, reused = found + given.found, reused + given.reused
-        engine.make_beginnings()  # what idle time would write, so that nothing is open meanwhile
         yield Row(
             questions=f"{first + 1} to {first + asked}",
             median_ms=round(1000 * median(times), 2),

@@ -150,8 +150,8 @@ class Compared:
 class Measurer:
     """Answers questions by full prefill and by other methods. The store is only read.
 
-    engine: without a prefix cache and exact beginnings. methods: by label. chat: whether prompts go
-    through the chat template.
+    engine: without a prefix cache. methods: by label. chat: whether prompts go through the chat
+    template.
     """
 
     def __init__(

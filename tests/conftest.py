@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import client_of_server
 from samkv_integrations.engine import scheduler as scheduler_module
 from samkv_integrations.engine.first_token import first_token
@@ -66,17 +65,6 @@ def nothing_waits_for_the_disk() -> Iterator[None]:
     """
     with mock.patch.object(os, "fsync", lambda descriptor: None):
         yield
-
-
-@pytest.fixture(autouse=True)
-def no_exact_beginnings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of an approximate method to the same question are compared with each other.
-
-    What is made in idle time between them would change the second one. Tests of beginnings, which
-    are marked so, have it made when they say so.
-    """
-    if request.node.get_closest_marker("beginnings") is None:
-        monkeypatch.setattr(ChunkStore, "keeps_beginnings", False)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -19,8 +19,6 @@ from samkv_integrations.errors import InvalidOption
 FORMAT_VERSION = 5
 SECRET_BYTES = 32
 MAX_NAMESPACE = 1000
-BEHIND = "behind:"
-"""Begins the prefix of an exact beginning's fingerprint, see `Fingerprint.behind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,21 +137,6 @@ class Fingerprint:
     @cached_property
     def scheme(self) -> BlockScheme:
         return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
-
-    def behind(self, head: Sequence[int], secret: bytes, namespace: str) -> Fingerprint:
-        """The fingerprint of exact beginnings: chunks prefilled after the token ids ``head``.
-
-        The head is hashed with the store's secret, so it cannot be guessed.
-        """
-        digest = hashlib.blake2b(key=secret, digest_size=16, person=b"samkv head")
-        digest.update(len(namespace.encode()).to_bytes(8, "little") + namespace.encode())
-        digest.update(array("i", head).tobytes())
-        return replace(self, prefix=f"{BEHIND}{digest.hexdigest()}")
-
-    @property
-    def is_of_beginning(self) -> bool:
-        """Whether its chunks are exact beginnings, see `behind`."""
-        return self.prefix.startswith(BEHIND)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -32,8 +32,6 @@ class ChunkStore(Store):
     files is rebuilt if it is lost.
     """
 
-    keeps_beginnings = True
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -92,17 +90,15 @@ class ChunkStore(Store):
         entry = Entry.of(chunk, self.namespace)
         data = encode(chunk, self.namespace, self.secret)
         self.files.put(entry.key, entry.digest, data, lambda file: entry, unless_deleted_since)
-        # Beginnings stay here: other machines could not tell which ones a deletion concerns.
-        if self.shared is not None and not chunk.fingerprint.is_of_beginning:
+        if self.shared is not None:
             self.shared.share((entry.digest, entry.key))
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
         digest = fingerprint.digest
-        if self.shared is not None and not fingerprint.is_of_beginning:
-            if self.files.is_gone(digest, key):
-                self.shared.fetch(key, digest)
+        if self.shared is not None and self.files.is_gone(digest, key):
+            self.shared.fetch(key, digest)
         opened = ChunkFile(
             self.file(key, digest), key, fingerprint, namespace=self.namespace, secret=self.secret
         )
@@ -116,7 +112,7 @@ class ChunkStore(Store):
         return super().contains(key, fingerprint) or self.is_elsewhere(key, fingerprint)
 
     def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        if self.shared is None or fingerprint.is_of_beginning:
+        if self.shared is None:
             return False
         digest = fingerprint.digest
         return self.files.is_gone(digest, key) and self.shared.has(digest, key)
@@ -150,12 +146,6 @@ class ChunkStore(Store):
             while again := self.files.delete(self.namespace, keys):
                 gone |= again | self.shared.delete(keys)
         return len(gone)
-
-    def delete_beginnings(self) -> int:
-        self.files.require_own()
-        if self.files.has_strangers():
-            reconcile(self.files)
-        return super().delete_beginnings()
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()

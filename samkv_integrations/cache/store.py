@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -101,15 +101,10 @@ class StoredChunk(Protocol):
         self.close()
 
 
-BEHIND_HEADS = "behind heads of prompts"
-"""``FingerprintStats.prefix`` of the row that sums up all exact beginnings, see `Store.behind`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FingerprintStats:
     """What a store holds of one fingerprint in one namespace.
 
-    prefix: see `Fingerprint`; `BEHIND_HEADS` for all exact beginnings together.
     bytes: of chunk files.
     hits, misses: chunks of prompts that had a cache, and that had none.
     evicted: caches that made room for others. corrupt: caches that were found damaged.
@@ -140,7 +135,6 @@ class FingerprintStats:
 class StoreStats:
     """What a store holds, in all and by fingerprint and namespace.
 
-    n_chunks: without exact beginnings. bytes: with them.
     max_bytes: the budget of all namespaces together; None for no limit.
     """
 
@@ -195,9 +189,6 @@ class Store:
     namespace: str = ""
     """Part of every key: in another namespace the same text has another key and cache."""
 
-    keeps_beginnings: ClassVar[bool] = False
-    """Whether engines make exact beginnings for this kind of store, see `behind`."""
-
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
         self.namespace = check_namespace(namespace)
         self.secret, self.index, self._where = secret, index, where
@@ -212,8 +203,7 @@ class Store:
         """Keep a chunk, in place of one with the same key and fingerprint.
 
         Atomic: others see the whole chunk, or what was there before. ``chunk`` must not be modified
-        afterwards. An exact beginning, see `behind`, evicts no other cache: without room for it,
-        `put` raises StoreError.
+        afterwards.
 
         unless_deleted_since: an earlier value of `Index.deletions`. If something was deleted since,
             the chunk is not kept, and `CacheMiss` ("absent") is raised.
@@ -265,15 +255,13 @@ class Store:
         *,
         used: Sequence[str] = (),
         missed: Sequence[str] = (),
-        beginning: StoredChunk | None = None,
     ) -> None:
         """Note which chunks of a prompt had a cache, and which had none, by key. Best effort.
 
-        Hit rates and the order of eviction follow from it. beginning: the exact one that was used.
+        Hit rates and the order of eviction follow from it.
         """
-        place = None if beginning is None else (beginning.fingerprint.digest, beginning.key)
         with suppress(StoreError):
-            self.index.record(self.namespace, fingerprint.digest, used, missed, beginning=place)
+            self.index.record(self.namespace, fingerprint.digest, used, missed)
 
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
         """Delete a damaged cache; its text stays known. Best effort."""
@@ -314,36 +302,16 @@ class Store:
             for digest in {digest for digest, *_ in texts}
             for ids in token_ids
         }
-        # A beginning has no text; any deletion deletes it.
         keys = {
             key for _, key, body in texts if key in named or (body and is_wanted(normalise(body)))
         }
         self.delete(*sorted(keys))
         return len(keys)
 
-    # -- exact beginnings -----------------------------------------------------------------------
-
-    def behind(self, fingerprint: Fingerprint, head: Sequence[int]) -> Fingerprint:
-        """The fingerprint of exact beginnings: first chunks, computed after a prompt's head.
-
-        Their entries equal those of full prefill. Any deletion in the namespace deletes all of
-        them, because each may have seen what is deleted.
-
-        head: token ids before the first chunk.
-        """
-        return fingerprint.behind(head, self.secret, self.namespace)
-
-    def delete_beginnings(self) -> int:
-        """Delete all exact beginnings, see `behind`; how many there were."""
-        return self.index.delete_beginnings(self.namespace)
-
     # -- what there is --------------------------------------------------------------------------
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
-        """Sorted keys of the chunks with a cache, of one fingerprint or of all.
-
-        Exact beginnings are left out.
-        """
+        """Sorted keys of the chunks with a cache, of one fingerprint or of all."""
         return self.index.keys(self.namespace, fingerprint, are_present=True)
 
     def known_keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
@@ -367,9 +335,8 @@ class Store:
         return IndexedChunks(self.index, self.namespace, fingerprint.digest)
 
     def fingerprints(self) -> list[Fingerprint]:
-        """The fingerprints of known chunks, by digest, without those of exact beginnings."""
-        found = self.index.fingerprints(self.namespace)
-        return [made_by for made_by in found if not made_by.is_of_beginning]
+        """The fingerprints of known chunks, by digest."""
+        return self.index.fingerprints(self.namespace)
 
     def require(self, fingerprint: Fingerprint) -> None:
         """Raises `FingerprintMismatch` if there are chunks, and none of this fingerprint."""
@@ -393,16 +360,15 @@ class Store:
             if (known := made_by.get(digest)) is not None:
                 row = FingerprintStats(
                     model=known.model, dtype=known.dtype, store_bits=known.store_bits,
-                    block_size=known.block_size,
-                    prefix=BEHIND_HEADS if known.is_of_beginning else known.prefix,
+                    block_size=known.block_size, prefix=known.prefix,
                     format_version=known.format_version, namespace=namespace, chunks=0, bytes=0,
                 )  # fmt: skip
                 names = ("chunks", "bytes", "hits", "misses", "evicted", "corrupt")
                 sums.setdefault(row, Counter()).update(dict(zip(names, figures, strict=True)))
         rows = tuple(replace(row, **dict[str, Any](figures)) for row, figures in sums.items())
         return StoreStats(
-            n_chunks=sum(row.chunks for row in rows if row.prefix != BEHIND_HEADS),
-            bytes=sum(row.bytes for row in rows), rows=rows, max_bytes=self.index.budget()[0],
+            n_chunks=sum(row.chunks for row in rows), bytes=sum(row.bytes for row in rows),
+            rows=rows, max_bytes=self.index.budget()[0],
         )  # fmt: skip
 
     # -- settings and notes ---------------------------------------------------------------------
@@ -525,9 +491,6 @@ class _InMemory(dict[Place, ChunkCache]):
 
     def remove(self, digest: str, key: str) -> None:
         self.pop((digest, key), None)
-
-    def remove_all(self, digest: str) -> None:
-        """Never called: this store keeps no exact beginnings."""
 
 
 class MemoryStore(Store):

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
     from samkv_integrations.model.model import Model
 
-FULL, DEFAULT, AGAIN = "recompute", "auto", "auto-again"
-COMPARED = (FULL, "reuse", DEFAULT, AGAIN)
-"""What answers every question: full prefill, caches as they are, the default, and the default once
-more when there are exact beginnings."""
+FULL, DEFAULT = "recompute", "auto"
+COMPARED = (FULL, "reuse", DEFAULT)
+"""What answers every question: full prefill, caches as they are, and the default."""
 
 SMOLLM2 = "smollm2"
 
@@ -62,13 +61,12 @@ def quickstart(
 
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.embedding import HashingEmbedding
-    from samkv_integrations.engine.engine import Engine
     from samkv_integrations.evaluation import is_in_documents, is_right, read_questions
 
     out = tables.console(stderr=as_json)
     index = Index(folder=folder)
     try:
-        engine = index.engine(Ingested(model=model), exact_beginnings=False)
+        engine = index.engine(Ingested(model=model))
     except (MissingExtra, ModelNotFound) as error:
         if model != SMOLLM2:
             raise
@@ -77,7 +75,7 @@ def quickstart(
             f"No real model: {error}\nThis goes on with the built-in one, which is for tests."
         )
         samples = _samples_of(model, documents)
-        engine = index.engine(Ingested(model=model), exact_beginnings=False)
+        engine = index.engine(Ingested(model=model))
     read, questions = _read(samples, engine.model), read_questions(samples / "questions.jsonl")
     link = ChromaLink(index.database.collection("documents", create=True), engine)
     done = link.add(read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows)
@@ -89,22 +87,17 @@ def quickstart(
         f"{done.n_cached} prefilled now, {done.n_hit} already cached in {folder / 'kv'}"
     )
     top_k = 5 if model == BUILTIN else 2  # the archive's documents are shorter than a chunk
-    engine.store.delete_beginnings()  # of an earlier run
-    with_beginnings = Engine(engine.model, engine.store, scheduler=engine.scheduler)
-    # a first answer is slow, and an exact beginning needs a head that an earlier prompt had
+    # a first answer is slow
     texts, _, prompt = retrieved(link, questions[0].question, top_k, None)
-    with_beginnings.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
+    engine.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
     rows: list[Row] = []
     is_shown = False
     for one in tqdm(questions, desc="asking", leave=False):
         texts, sources, prompt = retrieved(link, one.question, top_k, None)
         gold, mine = one.answers, list[Row]()
         for name in COMPARED:
-            asked = engine if name in (FULL, "reuse") else with_beginnings
-            asked.prefixes.clear()  # so that no method reuses the prefix of another
-            method = DEFAULT if name == AGAIN else name
-            answer = asked.generate(prompt, texts, method=method, max_new_tokens=ANSWER_TOKENS)
-            with_beginnings.make_beginnings()
+            engine.prefixes.clear()  # so that no method reuses the prefix of another
+            answer = engine.generate(prompt, texts, method=name, max_new_tokens=ANSWER_TOKENS)
             mine.append({
                 "question": one.question, "expected": list(gold), "sources": sources,
                 "right": is_right(answer.text, gold) if gold else None,
@@ -175,7 +168,6 @@ def _show(rows: Sequence[Row], n_questions: int, model: str, out: Console) -> No
     ran = Counter(row["ran"] for row in rows if row["method"] == DEFAULT)
     out.print(
         f"\nauto: {', '.join(f'{name} for {n} of {ran.total()}' for name, n in ran.items())}.\n"
-        "auto-again: the same once the first chunk has an exact beginning, made in idle time.\n"
         "Right: a gold answer stands in the answer. Every question counts, also "
         f"{n_missing} whose gold answer stands in no retrieved chunk.\n"
         "So few questions are an example; docs/results/right_answers.md has 451 on two models.",

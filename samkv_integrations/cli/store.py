@@ -56,16 +56,10 @@ class Forgotten:
     """Documents whose cached chunks are deleted."""
     texts: Annotated[list[str] | None, typer.Option("--text")] = None
     """The text of a chunk; repeat for more."""
-    beginnings: bool = False
-    """Delete the exact beginnings of the namespace; questions make new ones."""
 
 
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
-    """Show the size and the use of the chunk caches, by model and namespace.
-
-    "head" marks exact beginnings: second caches of chunks that stood first in prompts, computed
-    behind the prompt's head.
-    """
+    """Show the size and the use of the chunk caches, by model and namespace."""
     store = Caches(folder=folder).store()
     found = store.stats(everyone=True)
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
@@ -76,11 +70,7 @@ def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> N
 
 
 def _prefix(named: str) -> str:
-    """`FingerprintStats.prefix` in short: the number of its tokens, or "head"."""
-    from samkv_integrations.cache.store import BEHIND_HEADS
-
-    if named == BEHIND_HEADS:
-        return "head"
+    """`FingerprintStats.prefix` in short: the number of its tokens."""
     return str(len(named.split(",")) if named else 0)
 
 
@@ -102,35 +92,27 @@ def sync(index: Index, what: Synced, as_json: args.Json = False) -> None:
 def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None:
     """Delete the caches and texts of documents, for all models. Loads no model.
 
-    Records stay, so delete them first ('samkv remove'), or their texts are cached again. Every
-    deletion also deletes the exact beginnings of the namespace; --beginnings deletes only those.
+    Records stay, so delete them first ('samkv remove'), or their texts are cached again.
     """
     from samkv_integrations.cache.chunk import normalise
     from samkv_integrations.documents import read_document
 
     documents = [read_document(file, follows_links=True).text for file in given.files or ()]
     bodies = {normalise(text) for text in given.texts or ()} - {""}
-    if not documents and not bodies and not given.beginnings:
-        raise EmptyInput(
-            "nothing to forget; name the files of documents, or give --text or --beginnings"
-        )
+    if not documents and not bodies:
+        raise EmptyInput("nothing to forget; name the files of documents, or give --text")
     store = caches.store()
-    row, said = {}, []
-    if given.beginnings:
-        row["n_beginnings"] = store.delete_beginnings()
-        said.append(f"{count(row['n_beginnings'], 'exact beginning')} deleted from {store.path}")
-    if documents or bodies:
-        row["n_chunks"] = store.forget(
-            lambda body: body in bodies or bool(body) and any(body in text for text in documents)
-        )
-        said.append(
-            f"{count(row['n_chunks'], 'chunk')} deleted from {store.path}; records of a vector "
-            "store are not touched"
-            if row["n_chunks"]
-            else f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
-            f"{caches.namespace!r})"
-        )
-    tables.report("store forget", None, [row], *said, as_json=as_json)
+    n_chunks = store.forget(
+        lambda body: body in bodies or bool(body) and any(body in text for text in documents)
+    )
+    said = (
+        f"{count(n_chunks, 'chunk')} deleted from {store.path}; records of a vector store are not "
+        "touched"
+        if n_chunks
+        else f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
+        f"{caches.namespace!r})"
+    )
+    tables.report("store forget", None, [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 
 def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:

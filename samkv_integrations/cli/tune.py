@@ -70,10 +70,8 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     opened = index.database.collection(collection)
     as_before = index.as_ingested([(index.namespace, collection)])
     index.store()  # raises if there is none
-    made = index.engine(as_before)  # whose memory and idle work would change what is measured
-    engine = Engine(
-        made.model, made.store, scheduler=made.scheduler, prefix_bytes=0, exact_beginnings=False
-    )
+    made = index.engine(as_before)  # whose memory would change what is measured
+    engine = Engine(made.model, made.store, scheduler=made.scheduler, prefix_bytes=0)
     store = cast("ChunkStore", engine.store)
     store.require(engine.fingerprint)
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat

@@ -66,10 +66,7 @@ MAX_RECENT = 2**16
 
 
 class RecentKeys:
-    """The latest `MAX_RECENT` keys, and the seconds that each one took. Thread-safe.
-
-    Keys are of chunks, or hashes of the heads of prompts.
-    """
+    """The latest `MAX_RECENT` keys of chunks, and the seconds that each took. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -558,15 +555,10 @@ class Chunks:
     def record(self, resolved: Resolved) -> None:
         """Tell the store which caches a prompt used, and which it missed."""
         used: dict[str, None] = {}  # keys of the caches that existed before, each once
-        beginning: StoredChunk | None = None
         for chunk in resolved.chunks:
-            if chunk.is_exact:
-                beginning = chunk.stored
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
-        self.store.record(
-            self.follow_model(), used=list(used), missed=resolved.missed, beginning=beginning
-        )
+        self.store.record(self.follow_model(), used=list(used), missed=resolved.missed)
         if not used and not self._has_looked:
             self._has_looked = True
             self.warn_if_none_fits()

@@ -12,7 +12,6 @@ import torch
 
 from samkv_integrations.cache.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.cache.store import MemoryStore, Store
-from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.chunks import Chunks, RecentKeys, prefix_budget
 from samkv_integrations.engine.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.engine.decode import force
@@ -62,7 +61,6 @@ class Engine:
         prefix_text: str = "",
         store_bits: int | None = None,
         prefix_bytes: int | str | None = None,
-        exact_beginnings: bool = True,
         hot_bytes: int | str | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
@@ -94,11 +92,7 @@ class Engine:
             hot_bytes=hot_bytes, run=partial(self.scheduler.run, may_pause=True),
             on_change=self.prefixes.clear,
         )  # fmt: skip
-        self.exact_beginnings, self.hot_bytes = exact_beginnings, hot_bytes
-        self.prefix_bytes = prefix_bytes
-        self._beginnings: Beginnings | None = None
-        if exact_beginnings and self.store.keeps_beginnings:
-            self._beginnings = Beginnings(self.chunks, self.scheduler)
+        self.prefix_bytes, self.hot_bytes = prefix_bytes, hot_bytes
         self._schemas = SchemaReader()
         self._reader = PromptReader(model, self.store, self.chunks.outage)
 
@@ -222,13 +216,6 @@ class Engine:
         """
         self._reader.expect(self.chunks.refer(texts))
 
-    def make_beginnings(self) -> None:
-        """Compute now what idle time would compute, see ``exact_beginnings``.
-
-        For a program that exits after its last answer.
-        """
-        self.scheduler.finish_idle()
-
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the caches and texts of these chunks, for every model; returns how many chunks.
 
@@ -349,7 +336,7 @@ class Engine:
             chunk.computed_now |= chunk.key in announced
         request.announce_s = sum(announced.values())
         request.asked = time.perf_counter()
-        return AnswerStream(self.scheduler, request, trace, self._beginnings)
+        return AnswerStream(self.scheduler, request, trace)
 
     def logits(
         self,

@@ -37,8 +37,8 @@ class Report:
         are ``computed_now``, or have no usable cache, count as computed in full.
     uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
     exact_tokens: context tokens that were not computed and equal full prefill's: those among the
-        ``prefix_tokens`` that a full prefill computed, and those of caches computed behind all that
-        precedes them.
+        ``prefix_tokens`` that a full prefill computed, and those of a cache
+        right behind the prefix that it was computed behind.
     found: chunks recognised in the prompt, with or without a cache; one that occurs twice counts
         twice. Those that none of the next three counts were computed with the rest of the prompt.
     reused: chunks that were answered, at least in part, from a cache that the store held before.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import math
 import os
 import threading
@@ -37,8 +36,6 @@ from samkv_integrations.model.model import Model
 from samkv_integrations.model.sampling import Sampler
 
 _Made = TypeVar("_Made")
-
-_log = logging.getLogger(__name__)
 
 OWNER: ContextVar[str] = ContextVar("samkv_owner", default="")
 """Who asks, for example an API key of a server. Owners share the model's time equally."""
@@ -433,26 +430,6 @@ class Scheduler:
         finally:
             done.cancel()  # if the caller was interrupted while it waited
 
-    def run_when_idle(self, work: IdleWork) -> None:
-        """Run ``work`` in the model's thread once there is nothing else to do.
-
-        It gets a function that it has to call often, and that raises `Abandoned` as soon as there
-        is something else to do; the work is then started again later. Other errors are logged.
-        """
-        thread = self._running_thread()
-        thread.idle.append(work)
-        thread.mail.put(None)
-
-    def finish_idle(self) -> None:
-        """Run the work that was postponed to idle time, and return when all of it is done."""
-        thread = self._running_thread()
-
-        def finish() -> None:
-            while thread.do_idle(lambda: None):
-                pass
-
-        self.run(finish)
-
     def _running_thread(self) -> _Thread:
         with self._starting:
             if self._thread is None or self._thread.pid != os.getpid():
@@ -461,13 +438,6 @@ class Scheduler:
             self._thread.n_torch_threads = torch.get_num_threads()
             self._thread.graphs = self.graphs
             return self._thread
-
-
-IdleWork = Callable[[Callable[[], None]], None]
-"""See `Scheduler.run_when_idle`."""
-
-MOST_IDLE = 64
-"""Pieces of work that wait for idle time; a further one replaces the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -513,7 +483,6 @@ class _Thread:
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
         self.graphs: Graphs | None = None
-        self.idle: deque[IdleWork] = deque(maxlen=MOST_IDLE)
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
@@ -547,7 +516,7 @@ class _Thread:
                 if torch.get_num_threads() != self.n_torch_threads:  # each thread has its own
                     torch.set_num_threads(self.n_torch_threads)
                 has_begun, has_stepped = self._do_next(), self._step()
-                is_busy = has_begun or has_stepped or self.do_idle(self._check_idle)
+                is_busy = has_begun or has_stepped
         atexit.unregister(self.stop)
 
     def _read_mail(self, *, wait: bool) -> None:
@@ -560,23 +529,6 @@ class _Thread:
             wait = False
             if letter is not None:
                 self._queue.append(letter)
-
-    def _check_idle(self) -> None:
-        if self._is_stopped or not self.mail.empty():
-            raise Abandoned
-
-    def do_idle(self, check: Callable[[], None]) -> bool:
-        """Run the first piece of work that waits for idle time; False if there is none."""
-        if not self.idle:
-            return False
-        work = self.idle.popleft()
-        try:
-            work(check)
-        except Abandoned:
-            self.idle.append(work)
-        except Exception:
-            _log.exception("work in idle time failed; answers are not affected")
-        return True
 
     def _drop(self) -> None:
         """Remove answers that are complete or abandoned."""

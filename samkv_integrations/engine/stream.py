@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-from samkv_integrations.engine.beginnings import Beginnings
 from samkv_integrations.engine.report import COLLECTORS, Report
 from samkv_integrations.engine.request import Request
 from samkv_integrations.engine.scheduler import (
@@ -61,15 +60,8 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     at INFO. After the request's timeout the next piece raises TimedOut.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        request: Request,
-        trace: Trace,
-        beginnings: Beginnings | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, request: Request, trace: Trace) -> None:
         self._scheduler, self._request, self._trace = scheduler, request, trace
-        self._beginnings = beginnings
         self._answer = RunningAnswer(request)
         self._last: Piece | None = None
         self._is_submitted = self._is_over = False
@@ -100,10 +92,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
         return self
 
     def _record(self) -> None:
-        request = self._request
-        request.chunks.record(request.resolved)
-        if self._beginnings is not None:
-            self._beginnings.after(request.resolved, self.report)
+        self._request.chunks.record(self._request.resolved)
 
     def __next__(self) -> str:
         while not self._is_over:

@@ -80,7 +80,7 @@ def engine_of(source: ModelSource) -> Engine:
     if folder is None:
         if source.max_bytes is not None:
             bytes_of("max_bytes", source.max_bytes)  # raises
-        _require_no("max_bytes", "kv_remote", "exact_beginnings", "hot_bytes", of=source)
+        _require_no("max_bytes", "kv_remote", "hot_bytes", of=source)
         store = MemoryStore(namespace=namespace)
     elif not str(folder):
         raise InvalidOption("kv_dir=''; give a folder, or None to keep chunk caches in memory")
@@ -100,8 +100,6 @@ def facts_of(engine: Engine) -> dict[str, Any]:
         "kv_remote": store.shared.url if store and store.shared else None,
         "namespace": engine.store.namespace,
         **{name: getattr(engine, name) for name in OWN_ENGINE_OPTIONS},
-        # None, the default, is compatible with every engine
-        "exact_beginnings": None if engine.exact_beginnings else False,
     }
 
 
@@ -110,7 +108,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
-    facts = facts_of(engine) | {"exact_beginnings": engine.exact_beginnings}
+    facts = facts_of(engine)
     if source.block_size != "auto":
         facts["block_size"] = engine.fingerprint.block_size
     folder, kv_dir = facts["kv_dir"], source.kv_dir

@@ -141,7 +141,6 @@ class EngineFields(BaseModel):
     namespace: str | None = None
     max_bytes: int | str | None = None
     store_bits: int | None = None
-    exact_beginnings: bool | None = None
     prefix_bytes: int | str | None = None
     hot_bytes: int | str | None = None
 

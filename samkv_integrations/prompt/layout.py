@@ -50,7 +50,6 @@ class PromptChunk:
     index: which of the indexes has the chunk. key: the chunk's key in it; then that of its cache,
     empty before the first look-up. token_ids: of the whole chunk. text: None if only the store
     knows it. stored: its cache; None if there is no usable one.
-    is_exact: whether the cache was computed behind all tokens that precede it in this prompt.
     computed_now: whether the cache was computed for this prompt.
     """
 
@@ -61,20 +60,11 @@ class PromptChunk:
     text: str | None = None
     stored: StoredChunk | None = None
     computed_now: bool = False
-    is_exact: bool = False
 
     @property
     def n_tokens(self) -> int:
         """Number of its tokens that occur in the prompt."""
         return sum(map(len, self.runs))
-
-    @property
-    def may_be_exact(self) -> bool:
-        """Whether the prompt contains it from its first token on, in one run.
-
-        Only then do the entries of a cache behind the prompt's head equal full prefill's.
-        """
-        return len(self.runs) == 1 and self.runs[0].start == 0
 
     @property
     def is_whole(self) -> bool:
@@ -163,12 +153,10 @@ class ChunkPart:
 
     runs: in order, in the prompt and in the chunk.
     blocks: the blocks of the whole chunk; None if it has no usable cache.
-    is_exact: whether its cache was computed behind all tokens that precede it in the prompt.
     """
 
     runs: tuple[Run, ...]
     blocks: ChunkBlocks | None = None
-    is_exact: bool = False
 
     @classmethod
     def whole(cls, blocks: ChunkBlocks, position: int) -> ChunkPart:
@@ -206,8 +194,8 @@ class Layout:
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
     block_in_chunk: (Nb,) index of each block within its chunk.
     is_anchor: (Nb,) bool, initial and local blocks.
-    exact: (C,) bool, chunks whose entries equal full prefill's: their cache was computed behind all
-        tokens that precede them, or the prompt consists of the chunks' prefix up to there.
+    exact: (C,) bool, chunks whose entries equal full prefill's: the prompt consists of the chunks'
+        prefix up to there.
     question: (W,) positions of the tokens after the last chunk; without any, the last token.
     chunk_lengths: (C,) tokens of each whole chunk.
     token_range, block_range: (C) the context tokens and the blocks of each chunk.
@@ -247,8 +235,7 @@ class Layout:
 
         begins = tuple(token_ids[: self.n_prefix]) == prefix
         exact = [
-            part.is_exact
-            or (begins and [(r.start, r.position) for r in part.runs] == [(0, self.n_prefix)])
+            begins and [(r.start, r.position) for r in part.runs] == [(0, self.n_prefix)]
             for _, part in cached
         ]
         self.exact = torch.tensor(exact, dtype=torch.bool)

@@ -128,31 +128,20 @@ class Resolved(AbstractContextManager["Resolved"]):
     def lose(self, lost: StoredChunk, miss: CacheMiss) -> None:
         """Turn a cache that failed while it was read into a miss, wherever its chunk occurs.
 
-        An exact beginning is replaced by the chunk's ordinary cache. A cache that was computed for
-        this prompt is not computed again: the chunk's tokens are computed with the prompt.
+        A cache that was computed for this prompt is not computed again: the chunk's tokens are
+        computed with the prompt.
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
         self.bytes_lost += lost.bytes_read
         places = [chunk for chunk in self.chunks if chunk.stored is lost]
-        first = places[0]
-        if first.is_exact:
-            if miss.is_damage:
-                self.store.quarantine(lost.key, lost.fingerprint)
-            first.stored, first.is_exact = None, False
-            try:
-                first.stored = self.hot.open(first.key, self.fingerprint, first.token_ids)
-            except CacheMiss as own_miss:
-                first.text = self._text_of(first.key)
-                self._count_miss(first.key, own_miss)
-        else:
-            self._count_miss(lost.key, miss, len(places))
-            for chunk in places:
-                chunk.stored = None
-                if chunk.computed_now:
-                    chunk.text = None
-                elif chunk.text is None:
-                    chunk.text = self._text_of(lost.key)
+        self._count_miss(lost.key, miss, len(places))
+        for chunk in places:
+            chunk.stored = None
+            if chunk.computed_now:
+                chunk.text = None
+            elif chunk.text is None:
+                chunk.text = self._text_of(lost.key)
         lost.close()
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from samkv_integrations.cache.chunk import FORMAT_VERSION, ChunkRef
-from samkv_integrations.cache.store import BEHIND_HEADS
 from samkv_integrations.engine.engine import Engine
 from samkv_integrations.engine.scheduler import OWNER
 from samkv_integrations.engine.stream import off_loop
@@ -66,13 +65,9 @@ class Deleted(BaseModel):
 
 
 class ChunkFigures(BaseModel):
-    """The caches of one model and format, see `FingerprintStats`.
-
-    are_beginnings: whether they are exact beginnings, which are no chunks of the total.
-    """
+    """The caches of one model and format, see `FingerprintStats`."""
 
     model: str
-    are_beginnings: bool
     dtype: str
     store_bits: int
     block_size: int
@@ -85,7 +80,7 @@ class ChunkFigures(BaseModel):
 
 
 class StoreFigures(BaseModel):
-    """The caches of the caller's namespace, in total and by model. bytes: with exact beginnings."""
+    """The caches of the caller's namespace, in total and by model."""
 
     object: Literal["samkv.chunks"] = "samkv.chunks"
     chunks: int
@@ -173,13 +168,11 @@ def _figures(engine: Engine, model_name: str) -> StoreFigures:
         ChunkFigures.model_validate(
             asdict(row)
             | {"model": model_name if row.model == engine.model.name else Path(row.model).name}
-            | {"are_beginnings": row.prefix == BEHIND_HEADS}
         )
         for row in store.stats().rows
         # those of older formats do not say whose they are
         if row.namespace == store.namespace and row.format_version == FORMAT_VERSION
     ]
     return StoreFigures(
-        chunks=sum(row.chunks for row in rows if not row.are_beginnings),
-        bytes=sum(row.bytes for row in rows), data=rows,
-    )  # fmt: skip
+        chunks=sum(row.chunks for row in rows), bytes=sum(row.bytes for row in rows), data=rows
+    )

@@ -22,14 +22,12 @@ def right_by_method(shown: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z-]+) +(\d+ of \d+) ", shown, re.MULTILINE))
 
 
-@pytest.mark.beginnings
 def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) -> None:
     shown = ran(*ON_BUILTIN, str(town))
     assert "6 prefilled now, 0 already cached" in shown
     _, _, beside = shown.partition(RECORDS[0].question)
     assert beside.startswith(f" (right: {RECORDS[0].workers})\n")
     assert re.search(rf"^recompute +{RECORDS[0].workers} +100 %", beside, re.M)
-    assert re.search(r"^auto-again +\S.* \d+\.\d\d$", beside, re.M)
     assert [*right_by_method(shown)] == [*COMPARED]
     assert f"\nauto: samkv-guided for {len(RECORDS)} of {len(RECORDS)}.\n" in shown
     assert int(right_by_method(shown)["recompute"][0]) >= 5
@@ -58,9 +56,6 @@ def test_quickstart_compares_every_method_and_follows_the_documents(town: Path) 
         else:
             assert row["right"] == (gold in re.findall(r"\w+", row["answer"]))
             assert row["can_be_copied"] == (row["question"] not in gone)
-    again = [row for row in rows if row["method"] == "auto-again"]  # with an exact beginning
-    assert {row["ran"] for row in again} == {"samkv-guided"}
-    assert all(row["exact_tokens"] > 0 for row in again)
     answers = {row["answer"] for row in rows if row["question"] == RECORDS[1].question}
     assert "7391" in answers
     full, auto = (

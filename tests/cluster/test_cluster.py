@@ -107,8 +107,8 @@ class Alone:
     ) -> set[str]:
         """With all choices of so many chunks that are computed as text.
 
-        has_exact: and with the first chunk or more as in full prefill, like an exact beginning or
-        what an earlier answer left in memory.
+        has_exact: and with the first chunk or more as in full prefill, like what an earlier answer
+        left in memory.
         """
         texts, found = tuple(dict.fromkeys(texts)), set()
         for n_exact in range(1, len(texts) + 1) if has_exact else (0,):

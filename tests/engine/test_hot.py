@@ -26,13 +26,11 @@ from samkv_integrations.cache.hot import HotChunk
 from samkv_integrations.engine import scheduler, working_cache
 from samkv_integrations.engine.blend import Blend
 from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.model.model import Model
 from tests.laws.test_device import DEVICE, OnThisThread
-from tests.support import beginnings
 from tests.support.asking import announce
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
@@ -288,25 +286,6 @@ def test_another_model_or_namespace_has_chunks_of_its_own(hot: Engine, tmp_path:
     with torch.no_grad():
         hf.model.layers[0].self_attn.k_proj.weight[3, 5] += 9
     assert reused(engine) == 0 and engine.chunks.hot.n_bytes == 0
-
-
-@pytest.mark.beginnings
-def test_exact_beginnings_are_hot_too_until_anything_is_deleted(tmp_path: Path) -> None:
-    engine = beginnings.opened(tmp_path, hot_bytes=ROOM)
-    engine.cache_chunks([*beginnings.CHUNKS, *CHUNKS])
-    prompt = beginnings.prompt_of(beginnings.CHUNKS)
-
-    def ask(n_new: int = 1) -> Report:
-        report = engine.generate(prompt, max_new_tokens=n_new).report
-        engine.make_beginnings()
-        return report
-
-    reports = [ask() for _ in range(4)]
-    assert [report.exact_tokens > 0 for report in reports] == [False, False, True, True]
-    assert reports[-1].bytes_read == 0
-    other_process().submit(delete, tmp_path, [engine.key_of(CHUNKS[0])]).result(300)
-    after = ask()
-    assert (after.exact_tokens, after.reused, after.bytes_read) == (0, 2, 0)
 
 
 def test_the_least_recently_used_make_room(tmp_path: Path) -> None:

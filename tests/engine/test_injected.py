@@ -26,7 +26,9 @@ OWN = ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
 
 
 def make(folder: Path) -> Engine:
-    engine = Engine(tiny_model("llama"), ChunkStore(folder), method="reuse", block_size=8, prefix_bytes=0)
+    engine = Engine(
+        tiny_model("llama"), ChunkStore(folder), method="reuse", block_size=8, prefix_bytes=0
+    )
     engine.cache_chunks([BEFORE, DOCUMENT])
     return engine
 

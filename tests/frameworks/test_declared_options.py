@@ -12,10 +12,9 @@ import typer
 
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations import ChunkStore, Engine
+from samkv_integrations import Engine
 from samkv_integrations.cli.app import app
 from samkv_integrations.engine import options
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.option import declared
 from samkv_integrations.server.bodies import Samkv
 
@@ -52,7 +51,7 @@ class TestAllThatThereAre:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
         flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
-        assert flags == {"exact_beginnings", "hot_bytes"} <= known
+        assert flags == {"hot_bytes"} <= known
         if command == "ask":
             of_answers = declared(options.OwnAnswerOptions).items()
             flags = {name for name, (_, each) in of_answers if each.flag}
@@ -75,23 +74,6 @@ class TestAllThatThereAre:
         assert found.keys() - known.keys() == {"model", "store", "scheduler"}
         for name, (_, option) in known.items():
             assert found[name].default == option.default, name
-
-
-@pytest.mark.beginnings
-@pytest.mark.parametrize("kind", LLMS)
-def test_an_llm_may_do_without_exact_beginnings(kind: Any, tmp_path: Path) -> None:
-    llm = kind(model_name="builtin", kv_dir=tmp_path / "kv", exact_beginnings=False)
-    assert llm.engine.exact_beginnings is False
-    assert kind(engine=llm.engine).exact_beginnings is False
-    with pytest.raises(InvalidOption, match="exact_beginnings=True, but the .* has False"):
-        kind(engine=llm.engine, exact_beginnings=True)
-    assert kind(model_name="builtin", kv_dir=tmp_path / "kv").engine.exact_beginnings is True
-
-
-def test_a_saved_llm_goes_on_with_an_engine_that_has_none(tmp_path: Path) -> None:
-    saved = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv").to_dict()
-    engine = Engine.from_pretrained("builtin", ChunkStore(tmp_path / "kv"), exact_beginnings=False)
-    assert SamKVLLM.from_dict(saved, engine=engine).engine is engine
 
 
 @pytest.mark.parametrize("kind", LLMS)

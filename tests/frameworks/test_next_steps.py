@@ -63,13 +63,9 @@ def test_no_folder_is_made_where_no_model_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [SamKVLLM, ChatSamKV, SamKV])
 def test_what_is_for_a_folder_needs_one(kind: Any, tmp_path: Path) -> None:
-    for given in (
-        {"max_bytes": "20GB"}, {"kv_remote": "file:///x"}, {"exact_beginnings": True},
-        {"hot_bytes": 2**20},
-    ):  # fmt: skip
+    for given in ({"max_bytes": "20GB"}, {"kv_remote": "file:///x"}, {"hot_bytes": 2**20}):
         with pytest.raises(InvalidOption, match=f"^{next(iter(given))}=.*give kv_dir as well"):
             kind(model_name="builtin", **given)
-    assert kind(model_name="builtin", exact_beginnings=False).engine.exact_beginnings is False
     llm = kind(model_name="builtin", kv_dir=tmp_path / "kv", max_bytes="20GB")
     assert llm.engine.store.index.budget()[0] == 20 * 10**9
     for kv_dir in (None, tmp_path / "kv"):

@@ -99,20 +99,6 @@ async def test_figures_name_no_folder_of_this_machine(town: Town) -> None:
     assert row["bytes"] == counted.bytes
 
 
-@pytest.mark.beginnings
-async def test_exact_beginnings_are_told_apart(town: Town) -> None:
-    await town.json("POST", PATH, {"texts": TEXTS})
-    engine = town.engine()
-    for _ in range(2):
-        engine.generate(f"From the town's papers.\n\n{TEXTS[0]}\n\nWho?", max_new_tokens=1)
-        engine.make_beginnings()
-    found = await town.json("GET", PATH)
-    counted = {row["are_beginnings"]: row["chunks"] for row in found["data"]}
-    assert counted == {False: len(TEXTS), True: 1}
-    assert found["chunks"] == len(TEXTS)
-    assert found["bytes"] == sum(row["bytes"] for row in found["data"])
-
-
 async def test_other_requests_are_answered_while_chunks_are_cached(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,10 +332,6 @@ class ChunkFolder:
         with suppress(CacheMiss):
             remove(self.file(key, digest))
 
-    def remove_all(self, digest: str) -> None:
-        if _HEX_NAME.fullmatch(digest):
-            remove(self.path / digest)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:

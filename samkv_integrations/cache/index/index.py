@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from samkv_integrations.cache.chunk import BEHIND, ChunkCache, Fingerprint, normalise
+from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.cache.files.chunk_file import ChunkFile, FileLayout, text_bytes
-from samkv_integrations.cache.index.database import BRIEF_S, BUSY_S, Database
+from samkv_integrations.cache.index.database import BRIEF_S, Database
 from samkv_integrations.cache.windows import MAX_PLACES, Found, Ids, Windows
 from samkv_integrations.cache.windows import Place as Window
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
@@ -37,9 +37,6 @@ MOST = 2**63 - 1
 """SQLite's largest integer."""
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
-
-MOST_HEADS = 64
-"""Prompt heads of which a namespace keeps exact beginnings, those used last."""
 
 Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
@@ -67,14 +64,6 @@ CREATE TABLE counts(
   namespace TEXT, digest TEXT, hits INTEGER NOT NULL DEFAULT 0, misses INTEGER NOT NULL DEFAULT 0,
   evictions INTEGER NOT NULL DEFAULT 0, corrupt INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY(namespace, digest)) WITHOUT ROWID, STRICT;
-"""
-
-_ANY_STATE = f"state IN ({PRESENT}, {EVICTED}, {LOST})"  # so that SQLite uses `chunks_of`
-
-# Digests of the fingerprints of a namespace's beginnings.
-_BEGINNINGS = f"""
-SELECT digest FROM fingerprints AS made_by WHERE fields LIKE '%"prefix": "{BEHIND}%' AND EXISTS (
-  SELECT 1 FROM chunks WHERE namespace = ?1 AND {_ANY_STATE} AND digest = made_by.digest)
 """
 
 
@@ -124,9 +113,6 @@ class Caches(Protocol):
     def remove(self, digest: str, key: str) -> None:
         """Delete the cache of a chunk, if there is one. Raises StoreError."""
 
-    def remove_all(self, digest: str) -> None:
-        """Delete all caches of a fingerprint, indexed or not. Raises StoreError."""
-
 
 class Index(Database):
     """The index of a store. Every method raises StoreError if the database cannot be used.
@@ -153,31 +139,22 @@ class Index(Database):
     def keep(self, entry: Entry, unless_deleted_since: int | None = None) -> Iterator[None]:
         """A block that puts a cache in its place, while no other process evicts or deletes.
 
-        The cache is indexed, and the caches used least recently are evicted to make room for it. A
-        beginning evicts nothing but the beginnings of old heads, see `MOST_HEADS`.
+        The cache is indexed, and the caches used least recently are evicted to make room for it.
 
         unless_deleted_since: what `deletions` said when the cache was begun.
 
         Raises StoreError if there is no room, CacheMiss ("absent") if something was deleted since.
         """
-        is_beginning, space = entry.fingerprint.is_of_beginning, entry.namespace
-        # questions wait for this process's transactions, and must not wait for a beginning
-        patience_s = BRIEF_S if is_beginning else BUSY_S
-        with self.transaction(writes=True, patience_s=patience_s) as connection:
-            if unless_deleted_since not in (None, self.deletions(space)):
+        with self.transaction(writes=True) as connection:
+            if unless_deleted_since not in (None, self.deletions(entry.namespace)):
                 raise CacheMiss("absent", f"{entry.key}: something was deleted meanwhile")
-            for limit, what, limited in self._limits(space):
+            for limit, what, _ in self._limits(entry.namespace):
                 if entry.n_bytes > limit:
                     raise StoreError(
                         f"a cache of {entry.n_bytes} bytes is larger than {what}, {limit} bytes; "
                         "next step: samkv store budget, or a larger max_bytes"
                     )
-                if is_beginning and self._taken(limited) + entry.n_bytes > limit:
-                    raise StoreError(f"no room for an exact beginning within {what}")
-            chunk = self._insert(connection, entry)
-            if is_beginning:
-                self._delete_heads(space, n_kept=MOST_HEADS)
-            self._evict(space, chunk)
+            self._evict(entry.namespace, self._insert(connection, entry))
             yield
 
     def adopt(self, entry: Entry) -> None:
@@ -218,9 +195,7 @@ class Index(Database):
             [entry.digest, entry.key, entry.namespace, n_bytes, state, entry.used_at,
              int(not is_here)],
         ).fetchone()  # fmt: skip
-        # a beginning has neither text nor token ids: nobody searches for it
-        found = () if entry.fingerprint.is_of_beginning else entry.token_ids
-        ids, body = np.asarray(found, "<i4"), text_bytes(entry.text)
+        ids, body = np.asarray(entry.token_ids, "<i4"), text_bytes(entry.text)
         same = hashlib.blake2b(text_bytes(normalise(entry.text)), digest_size=16).digest()
         connection.execute(
             "INSERT OR REPLACE INTO texts VALUES(?, ?, ?, ?, ?)",
@@ -281,12 +256,11 @@ class Index(Database):
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
         """Delete chunks of every fingerprint, with caches and texts; the keys that were there.
 
-        All beginnings of the namespace are deleted too: each may have seen what is deleted. state:
-        of the chunks; None for any.
+        No cache that was begun before is kept, see `deletions`. state: of the chunks; None for any.
         """
         gone = set()
         with self.transaction(writes=True) as connection:
-            self.delete_beginnings(namespace)
+            self.set(f"deletion {namespace}", secrets.randbits(62))
             for key in dict.fromkeys(keys):
                 # "+" has SQLite look up the key, rather than scan the namespace
                 for chunk, digest, ids in self.rows(
@@ -312,32 +286,6 @@ class Index(Database):
         with self.transaction():
             last = self.setting(f"deletion {namespace}")  # a random number
             return int(self.setting("made") if last is None else last)
-
-    # -- exact beginnings, see `Fingerprint.behind` -----------------------------------------------
-
-    def delete_beginnings(self, namespace: str) -> int:
-        """Delete the beginnings of a namespace; how many there were.
-
-        No cache that was begun before is kept, see `deletions`.
-        """
-        with self.transaction(writes=True):
-            self.set(f"deletion {namespace}", secrets.randbits(62))
-            return self._delete_heads(namespace)
-
-    def _delete_heads(self, namespace: str, n_kept: int = 0) -> int:
-        """Delete the beginnings behind all heads but those used last; how many there were."""
-        heads = self.rows(
-            f"SELECT digest, sum(state = {PRESENT}) FROM chunks WHERE namespace = ?1 AND "
-            f"{_ANY_STATE} AND digest IN ({_BEGINNINGS}) "
-            f"GROUP BY digest ORDER BY max(used_at) DESC LIMIT -1 OFFSET {n_kept}", namespace,
-        )  # fmt: skip
-        for digest, _ in heads:
-            self._caches.remove_all(digest)  # also what a killed writer did not tell the index
-            of_digest = "SELECT id FROM chunks WHERE digest = ?"
-            self.rows(f"DELETE FROM texts WHERE id IN ({of_digest})", digest)
-            for table in ("chunks", "counts", "fingerprints"):
-                self.rows(f"DELETE FROM {table} WHERE digest = ?", digest)
-        return sum(n_there for _, n_there in heads)
 
     # -- budgets ----------------------------------------------------------------------------------
 
@@ -376,14 +324,11 @@ class Index(Database):
     # -- what requests used -----------------------------------------------------------------------
 
     def record(
-        self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str] = (),
-        *, beginning: Place | None = None,
-    ) -> None:  # fmt: skip
+        self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str] = ()
+    ) -> None:
         """See `Store.record`."""
         with self.transaction(writes=True, patience_s=BRIEF_S):
             self.touch(digest, *used)
-            if beginning is not None:
-                self.touch(*beginning)
             self._count(namespace, digest, hits=len(used), misses=len(missed))
             if missed:
                 self.lose([(digest, key) for key in missed])
@@ -411,11 +356,11 @@ class Index(Database):
     ) -> list[str]:
         """Sorted keys of the chunks whose text is known; are_present: and that have a cache.
 
-        fingerprint: None for all but those of beginnings.
+        fingerprint: None for all.
         """
         rows = self.rows(
-            "SELECT DISTINCT key FROM chunks WHERE namespace = ?1 AND state = coalesce(?2, state) "
-            f"AND (digest = ?3 OR ?3 IS NULL AND digest NOT IN ({_BEGINNINGS})) ORDER BY key",
+            "SELECT DISTINCT key FROM chunks WHERE namespace = ? AND state = coalesce(?, state) "
+            "AND digest = coalesce(?, digest) ORDER BY key",
             namespace, PRESENT if are_present else None, fingerprint and fingerprint.digest,
         )  # fmt: skip
         return [key for (key,) in rows]
