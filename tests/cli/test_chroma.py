@@ -17,6 +17,7 @@ from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.chroma_server import free_port
+from tests.support.load import from_caches
 from tests.support.records import RECORDS, TEXTS
 
 QUESTION = RECORDS[1].question
@@ -79,6 +80,6 @@ async def test_a_server_asks_one_client_for_all_its_questions(
         for _ in range(3):
             found = (await client.post("/v1/samkv/ask", json=asked)).json()
             assert found["answer"].strip(" .") == RECORDS[1].workers
-            assert found["samkv"]["reused"] == 3
+            assert from_caches(found["samkv"]) == 3
             assert {source["text"] for source in found["sources"]} < {*TEXTS}
     assert len(made) == 1

@@ -128,7 +128,7 @@ def test_answers_are_those_of_one_by_one(method: str, rule: str | None, passes: 
 
 
 def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
-    engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
+    engine = Engine(tiny_model("llama"), block_size=8, method="reuse", prefix_bytes=0)
     engine.cache_chunks(TEXTS)
     alone = engine.generate(PROMPTS[0], max_new_tokens=100).text
     with ThreadPoolExecutor(2) as threads:

@@ -47,16 +47,16 @@ def test_a_chunk_recomputed_to_its_last_token_is_not_reused(engine: Engine) -> N
 
 
 def test_chunks_of_a_prefix_in_memory_are_counted_apart() -> None:
-    """Regression: they counted as reused, though the store holds no cache."""
+    """Regression: they counted as reused, though the store holds no cache. Nor are they missed."""
     engine = Engine(tiny_model("llama"), block_size=8)
     first = asked(engine, on_miss="text")
     second = asked(engine, on_miss="text")
     assert (first.ran, *chunks_of(first)) == ("recompute", 3, 0, 0)
     assert (second.ran, *chunks_of(second)) == ("prefix", 3, 0, 0)
     assert (first.prefix_chunks, second.prefix_chunks) == (0, 3)
-    assert ": 0 of 3 chunks reused, 3 from memory (missed: 3 absent)" in str(second)
+    assert ": 0 of 3 chunks reused, 3 from memory, 269 of 270 prompt tokens" in str(second)
     assert Reports([first, second]).total.prefix_chunks == 3
-    assert second.chunk_misses == {"absent": 3} and second.recompute_ratio == 0.0
+    assert second.chunk_misses == {} and second.recompute_ratio == 0.0
 
 
 def test_a_chunk_behind_the_prefix_is_computed_with_the_prompt() -> None:
@@ -122,14 +122,42 @@ def test_all_of_the_context_is_exactly_one(n_layers: int) -> None:
     assert asked(engine, method="reuse").kept_ratio == 1
 
 
-@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion", "recompute"])
-def test_tokens_of_a_held_beginning_are_counted_apart_from_chunks(
-    engine: Engine, method: str
+OTHER = PROMPT.replace("what", "why")
+
+
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
+def test_tokens_before_the_first_chunk_are_counted_apart_from_chunks(
+    tmp_path: Path, method: str
 ) -> None:
-    first, again = (asked(engine, method=method) for _ in range(2))
+    engine = engine_on(tmp_path, prefix_bytes=2**24)
+    first = asked(engine, method=method)
+    again = engine.generate(OTHER, TEXTS, method=method, max_new_tokens=1).report
     n_before = 1 + PROMPT.index(TEXTS[0])
     assert (first.prefix_tokens, again.prefix_tokens) == (0, n_before)
     assert chunks_of(again) == chunks_of(first) and again.ran == first.ran
-    assert again.uncached_tokens == first.uncached_tokens - n_before
+    assert again.uncached_tokens == again.prompt_tokens - again.context_tokens - n_before
     reused = (1 - again.recompute_ratio) * again.context_tokens
     assert again.cached_tokens == round(n_before + reused)
+
+
+@pytest.mark.parametrize("method", ["reuse", "samkv-guided", "auto", "recompute"])
+def test_a_follow_up_counts_its_new_tokens_only(tmp_path: Path, method: str) -> None:
+    engine = engine_on(tmp_path, prefix_bytes=2**24)
+    first = asked(engine, method=method, max_new_tokens=8)
+    prompt = PROMPT + "\nQ: and why was that?\nA:"
+    report = engine.generate(prompt, TEXTS, method=method, max_new_tokens=1).report
+    assert first.stays and report.stays
+    assert report.prefix_tokens >= first.prompt_tokens - 1
+    assert report.prompt_tokens - report.cached_tokens == len(prompt) + 1 - report.prefix_tokens
+    assert (report.found, report.reused, report.prefix_chunks) == (3, 0, 3)
+    assert report.bytes_read == 0 and report.recompute_ratio == 0.0 and report.kept_ratio == 1.0
+    assert (report.exact_tokens == report.context_tokens) == (method == "recompute")
+
+
+@pytest.mark.parametrize(
+    "options", [{"method": "samkv-fusion"}, {"method": "ape"}, {"eviction": "h2o"}]
+)
+def test_what_cannot_stay_is_said(tmp_path: Path, options: dict[str, str]) -> None:
+    engine = engine_on(tmp_path, prefix_bytes=2**24)
+    assert not asked(engine, **options).stays
+    assert not asked(engine_on(tmp_path), method="reuse").stays, "there is no room"

@@ -347,7 +347,7 @@ def test_an_owner_who_is_refused_refuses_nobody_else(steps: Steps) -> None:
 @pytest.fixture
 def talking() -> Engine:
     """An engine whose answers go on and on."""
-    return Engine(builtin(), method="reuse")
+    return Engine(builtin(), method="reuse", prefix_bytes=0)
 
 
 def test_an_answer_that_nobody_reads_stands_aside(talking: Engine, steps: Steps) -> None:

@@ -34,7 +34,7 @@ def example() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    engine = Engine(tiny_model(), store_bits=16)
+    engine = Engine(tiny_model(), store_bits=16, prefix_bytes=0)
     engine.cache_chunks(CHUNKS)
     return engine
 

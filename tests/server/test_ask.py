@@ -69,7 +69,11 @@ async def test_a_stream_has_sources_then_text_then_the_report(town: Town) -> Non
     assert "".join(piece["text"] for piece in pieces) == whole["answer"]
     assert end.keys() == whole.keys() - {"answer", "sources"}
     assert end["object"] == "samkv.answer.end"
-    assert end["usage"] == whole["usage"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert end["usage"][name] == whole["usage"][name]
+    # the same prompt again is in memory but for its last token
+    cached = end["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == end["usage"]["prompt_tokens"] - 1
     assert end["samkv"]["method"] == "samkv-guided"
 
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.live_server import ASKED, CHAT, KEY, LiveServer
+from tests.support.load import from_caches
 from tests.support.records import TEXTS
 
 HEADERS = {
@@ -65,7 +66,7 @@ def test_a_chat_with_documents(
     body = {"stream": True, "model": "builtin", "messages": CHAT, **more}
     events = events_of(web_ui.post("/chat/completions", json=body).raise_for_status())
     assert text_of(events) == live.answer(CHAT)
-    assert events[-1]["samkv"]["reused"] == len(TEXTS)
+    assert from_caches(events[-1]["samkv"]) == len(TEXTS)
     assert ("usage" in events[-1]) == ("stream_options" in more)
 
 
@@ -78,7 +79,7 @@ def test_documents_as_its_template_of_retrieval_writes_them(web_ui: httpx.Client
     content = f"### Task:\nAnswer.\n\n<context>\n{sources}\n</context>\n\n{ASKED.question}"
     body = {"stream": True, "model": "builtin", "messages": [{"role": "user", "content": content}]}
     events = events_of(web_ui.post("/chat/completions", json=body).raise_for_status())
-    assert events[-1]["samkv"]["reused"] == len(TEXTS)
+    assert from_caches(events[-1]["samkv"]) == len(TEXTS)
 
 
 def test_its_own_tools_are_refused_by_name(web_ui: httpx.Client) -> None:

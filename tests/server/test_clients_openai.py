@@ -19,6 +19,7 @@ from tests.support.live_server import (
     LiveServer,
     live_server,
 )
+from tests.support.load import from_caches
 from tests.support.records import RECORDS, TEXTS
 from tests.support.steps import Steps
 
@@ -47,7 +48,7 @@ def report_of(answer: Any) -> dict[str, Any]:
 
 
 def check_reused(usage: Any, report: dict[str, Any]) -> None:
-    assert report["reused"] == len(TEXTS)
+    assert from_caches(report) == len(TEXTS)
     assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
@@ -66,7 +67,7 @@ def text_of(chunks: list[ChatCompletionChunk]) -> str:
 
 def test_a_streamed_chat(client: OpenAI, expected: str) -> None:
     plain = list(client.chat.completions.create(**ASK, stream=True))
-    assert report_of(plain[-1])["reused"] == len(TEXTS)
+    assert from_caches(report_of(plain[-1])) == len(TEXTS)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.chat.completions.create(**ASK, **options)
     assert text_of(chunks) == text_of(plain) == expected

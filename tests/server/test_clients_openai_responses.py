@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support.live_server import CHAT, KEY, MAX_TOKENS, QUESTION, LiveServer
+from tests.support.load import from_caches
 from tests.support.records import TEXTS
 
 ASK: dict[str, Any] = {"model": "builtin", "input": QUESTION, "max_output_tokens": MAX_TOKENS}
@@ -30,7 +31,7 @@ def expected(live: LiveServer) -> str:
 
 
 def check_reused(answer: Any) -> None:
-    assert answer.model_extra["samkv"]["reused"] == len(TEXTS)
+    assert from_caches(answer.model_extra["samkv"]) == len(TEXTS)
     usage = answer.usage
     assert 0 < usage.input_tokens_details.cached_tokens < usage.input_tokens
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens

@@ -46,6 +46,11 @@ class Served:
         return int(self.samkv["found"] - had)
 
 
+def from_caches(report: Mapping[str, Any]) -> int:
+    """Chunks of a prompt that were taken from the store's caches, or from memory."""
+    return int(report["reused"] + report["prefix_chunks"])
+
+
 class CutOff(Exception):
     """The answer did not come, and may be asked for again."""
 

@@ -1,0 +1,227 @@
+"""Laws of conversations: what stays in memory changes no answer, and no answer hangs on others.
+
+In float32, and greedy where nothing else is said. An engine that keeps sequences is compared with
+one that keeps none, or with the steps of a decoder: going on from what an answer left is the same
+as decoding the next turn's tokens one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.engine.report import Report
+from samkv_integrations.engine.stream import Answer
+from samkv_integrations.methods import METHODS, Method
+from tests.support.asking import ask
+from tests.support.covering import covering
+from tests.support.laws import CHUNKS, TOLERANCE, changed, engine_of
+from tests.support.models import FAMILIES, OTHER_FAMILIES
+from tests.support.records import RECORDS, TEXTS, builtin
+
+ROOM = 2**26
+FIRST = f"You answer.\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nQ: why?\nA:"
+SECOND, THIRD = "\nQ: and who was it?\nA:", f"\nRead:\n\n{CHUNKS[2]}\n\nQ: what now?\nA:"
+KEEPING = [
+    name for name, method in METHODS.items()
+    if method.select.keeps_all and method.attend is None and method.eviction is None
+]  # fmt: skip
+
+
+def ask_turns(
+    engine: Engine, method: Method | str, turns: list[str], **options: Any
+) -> list[Answer]:
+    """The answers of a conversation, whose history holds them as text."""
+    said, answers = "", []
+    for turn in turns:
+        said += turn
+        options = {"max_new_tokens": 6, "on_miss": "text", "eviction": "none", **options}
+        answers.append(engine.generate(said, chunks_in(said), method=method, **options))
+        said += answers[-1].text
+    return answers
+
+
+def chunks_in(prompt: str) -> list[str]:
+    return [text for text in CHUNKS if text in prompt]
+
+
+# -- the same tokens with and without -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+def test_full_prefill_goes_on_and_says_the_same(family: str) -> None:
+    """From prompts and answers; windows that slide are no exception."""
+    cold, warm = (engine_of(family, 16, prefix_bytes=room) for room in (0, ROOM))
+    turns = [FIRST, SECOND, THIRD]
+    expected, found = (ask_turns(engine, "recompute", turns) for engine in (cold, warm))
+    assert [each.text for each in found] == [each.text for each in expected]
+    for before, now in zip(found, found[1:], strict=False):
+        assert now.report.prefix_tokens >= before.report.prompt_tokens
+        assert before.report.stays
+    assert all(each.report.prefix_tokens == 0 for each in expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), covering([*FAMILIES, *OTHER_FAMILIES], KEEPING, times=1)
+)
+def test_a_follow_up_is_the_next_steps_of_the_first_answer(family: str, name: str) -> None:
+    """The pass over its new tokens, against a decoder that takes them one by one."""
+    method = METHODS[name]
+    engine, stepping = (engine_of(family, 8, prefix_bytes=room) for room in (ROOM, 0))
+    first = engine.generate(
+        FIRST, chunks_in(FIRST), method=method, max_new_tokens=6, on_miss="text", eviction="none"
+    )
+    followed = FIRST + first.text + SECOND
+    report = ask(engine, followed, chunks_in(FIRST), method, capacity=2)
+    ids = report.layout.token_ids.tolist()
+    begun = ask(stepping, FIRST, chunks_in(FIRST), method, capacity=len(ids))
+    assert ids[: begun.layout.n_tokens] == begun.layout.token_ids.tolist()
+    steps = begun.follow(ids[begun.layout.n_tokens :])
+    torch.testing.assert_close(report.first.logits, steps[-1], **TOLERANCE)
+    assert report.report.prefix_tokens >= begun.layout.n_tokens
+
+
+@pytest.mark.parametrize("name", ["reuse", "epic", "samkv-guided"])
+def test_a_chunk_of_a_later_turn_is_blended_behind_what_is_kept(name: str) -> None:
+    """Recomputed whole, it is what decoding its tokens would have been; reused, it is not."""
+    engine = engine_of("llama", 16, prefix_bytes=ROOM)
+    first = engine.generate(FIRST, chunks_in(FIRST), method=name, max_new_tokens=4, eviction="none")
+    prompt = FIRST + first.text + THIRD
+    found = ask(engine, prompt, chunks_in(prompt), name)
+    report: Report = found.report
+    assert (report.found, report.reused, report.prefix_chunks) == (3, 1, 2)
+    assert report.bytes_read > 0 and report.uncached_tokens < len(first.text + THIRD) + 8
+    assert int(found.layout.context_positions[0]) >= report.prefix_tokens
+
+    everything = changed("epic", first=10**6)
+    kept = engine_of("llama", 16, prefix_bytes=ROOM)
+    asked = ask(kept, FIRST, chunks_in(FIRST), everything, capacity=4)
+    again = ask(kept, FIRST + THIRD, chunks_in(prompt), everything)
+    assert again.report.prefix_tokens == asked.layout.n_tokens
+    ids = again.layout.token_ids.tolist()
+    stepping = ask(engine_of("llama", 16), FIRST, chunks_in(FIRST), everything, capacity=len(ids))
+    steps = stepping.follow(ids[asked.layout.n_tokens :])
+    torch.testing.assert_close(again.first.logits, steps[-1], **TOLERANCE)
+
+
+# -- what was drawn, held to a schema, stopped or cancelled --------------------------------------
+
+
+@cache
+def talking(room: int, method: str = "recompute") -> Engine:
+    """The built-in model, which answers in words."""
+    engine = Engine(builtin(), prefix_bytes=room, method=method)
+    engine.cache_chunks(TEXTS)
+    return engine
+
+
+QUESTION = f"Documents:\n\n{TEXTS[0]}\n\n{TEXTS[1]}\n\n{RECORDS[0].question}\nAnswer:"
+ENDS: dict[str, dict[str, Any]] = {
+    "drawn": {"temperature": 1.0, "seed": 3},
+    "stopped": {"stop": ["a"]},
+    "held to a schema": {"json_schema": {"type": "array", "items": {"type": "string"}}},
+    "cut": {"max_new_tokens": 2},
+    "penalised": {"repetition_penalty": 1.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_entries_hang_on_token_ids_alone(how: str) -> None:
+    cold, warm = talking(0), talking(ROOM)
+    warm.prefixes.clear()
+    first = warm.generate(QUESTION, **{"max_new_tokens": 12, **ENDS[how]})
+    prompt = QUESTION + first.text + "\nQuestion: When was it started?\nAnswer:"
+    found = warm.generate(prompt, max_new_tokens=12)
+    assert found.text == cold.generate(prompt, max_new_tokens=12).text
+    assert found.report.prefix_tokens >= first.report.prompt_tokens - 1
+    assert found.report.stays
+
+
+def test_of_a_cancelled_answer_stays_what_was_computed() -> None:
+    warm = talking(ROOM)
+    warm.prefixes.clear()
+    with warm.stream("Documents:\n\n[Dunlux", max_new_tokens=400) as stream:
+        said = "".join(next(stream) for _ in range(30))
+    prompt = f"Documents:\n\n[Dunlux{said}\nQuestion: what?\nAnswer:"
+    found = warm.generate(prompt, max_new_tokens=8)
+    assert found.text == talking(0).generate(prompt, max_new_tokens=8).text
+    assert found.report.prefix_tokens > found.report.prompt_tokens - 20
+
+
+def test_an_answer_that_the_client_changed_is_computed_from_there() -> None:
+    cold, warm = talking(0), talking(ROOM)
+    warm.prefixes.clear()
+    first = warm.generate(QUESTION, max_new_tokens=12)
+    prompt = QUESTION + " Nowhere." + "\nQuestion: When was it started?\nAnswer:"
+    found = warm.generate(prompt, max_new_tokens=12)
+    assert found.text == cold.generate(prompt, max_new_tokens=12).text
+    held = found.report.prefix_tokens
+    assert first.report.prompt_tokens - 1 <= held < first.report.prompt_tokens + 8
+
+
+# -- an answer depends on its own conversation only ----------------------------------------------
+
+
+def others() -> Iterator[str]:
+    """A hundred prompts that share chunks or beginnings with `QUESTION`."""
+    for number in range(100):
+        a, b = TEXTS[number % 2], TEXTS[(number + 1) % 3]
+        record = RECORDS[number % 4]
+        yield f"Documents:\n\n{a}\n\n{b}\n\n{number}. {record.question}\nAnswer:"
+
+
+@pytest.mark.parametrize("method", ["auto", "reuse", "epic"])
+def test_a_prompt_is_answered_alike_after_a_hundred_others(method: str) -> None:
+    """Of any method, and also where full prefill has left its chunks in memory."""
+    busy, fresh = (Engine(builtin(), prefix_bytes=ROOM, method=method) for _ in range(2))
+    for engine in (busy, fresh):
+        engine.cache_chunks(TEXTS[:3])
+    for number, prompt in enumerate(others()):
+        busy.generate(prompt, max_new_tokens=1, method=[None, "recompute", "reuse"][number % 3])
+    for prompt in (QUESTION, QUESTION.replace("How many", "Which")):
+        expected, found = (engine.generate(prompt, max_new_tokens=16) for engine in (fresh, busy))
+        assert found.text == expected.text
+        assert found.report.ran == expected.report.ran
+        assert found.report.recompute_ratio == expected.report.recompute_ratio
+        fresh.prefixes.clear()
+
+
+# -- deletions -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["this engine", "another engine"])
+def test_nothing_made_before_a_deletion_is_used_after_it(tmp_path: Any, by: str) -> None:
+    engine = Engine(builtin(), ChunkStore(tmp_path / "kv"), prefix_bytes=ROOM)
+    engine.cache_chunks(TEXTS[:3])
+    first = engine.generate(QUESTION, max_new_tokens=8)
+    followed = f"{QUESTION}{first.text}\nQuestion: When was it started?\nAnswer:"
+    assert engine.generate(followed, max_new_tokens=8).report.prefix_tokens > 0
+    deleting = engine
+    if by == "another engine":
+        deleting = Engine(builtin(), ChunkStore(tmp_path / "kv"))
+    deleting.forget([TEXTS[0]])
+    report = engine.generate(followed, max_new_tokens=8).report
+    assert report.prefix_tokens == 0 and report.found == 1
+
+
+def test_a_deletion_between_the_last_step_and_the_keeping(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(builtin(), ChunkStore(tmp_path / "kv"), prefix_bytes=ROOM)
+    engine.cache_chunks(TEXTS[:3])
+    keep = engine.prefixes.keep
+
+    def deleted_before(*args: Any) -> bool:
+        Engine(builtin(), ChunkStore(tmp_path / "kv")).forget([TEXTS[0]])
+        return keep(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.prefixes, "keep", deleted_before)
+        first = engine.generate(QUESTION, max_new_tokens=8)
+    followed = f"{QUESTION}{first.text}\nQuestion: When was it started?\nAnswer:"
+    assert engine.generate(followed, max_new_tokens=8).report.prefix_tokens == 0
