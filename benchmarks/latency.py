@@ -140,6 +140,7 @@ class CellBench:
         held = sum(
             engine.store.contains(engine.key_of(text), engine.fingerprint) for text in self._chunks
         )
+        engine.prefixes.clear()  # a question goes on from no other
         if self._cell.page_cache == "cold":
             disk.drop(disk.chunk_files(self._store))
 
@@ -158,8 +159,7 @@ class CellBench:
             into.stored_shares.append(held / len(self._chunks))
 
     def _restore(self) -> None:
-        """Delete what a question has left in the store and in memory."""
-        self._engine.prefixes.clear()
+        """Delete what a question has left in the store."""
         self._store.delete(*(set(self._store.keys()) - self._keys))
 
 

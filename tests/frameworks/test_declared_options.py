@@ -51,7 +51,7 @@ class TestAllThatThereAre:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
         flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
-        assert flags == {"hot_bytes"} <= known
+        assert flags == {"hot_bytes", "prefix_bytes"} <= known
         if command == "ask":
             of_answers = declared(options.OwnAnswerOptions).items()
             flags = {name for name, (_, each) in of_answers if each.flag}

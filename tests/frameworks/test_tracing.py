@@ -28,7 +28,7 @@ PROMPT = ChatPromptTemplate.from_template("{context}\n\nWhich river?")
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    engine = Engine(tiny_model(), method="reuse")
+    engine = Engine(tiny_model(), method="reuse", prefix_bytes=0)
     engine.cache_chunks(TEXTS)
     Settings.llm = MockLLM()  # LlamaIndex makes a remote model wherever it was given none
     yield engine

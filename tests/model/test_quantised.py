@@ -206,7 +206,8 @@ def test_caches_are_found_by_another_load_and_hot_once_announced(
     folder: Path, tmp_path: Path, kind: str
 ) -> None:
     """Its weights have the same digest before and after they are used."""
-    options = {"store_bits": 16, "prefix": "bos", "hot_bytes": 2**26, "method": "epic"}
+    options: dict[str, Any] = {"store_bits": 16, "prefix": "bos", "method": "epic"}
+    options |= {"hot_bytes": 2**26, "prefix_bytes": 0}
     Engine(loaded(folder, kind), ChunkStore(tmp_path), **options).cache_chunks(CHUNKS)
     engine = Engine(loaded(folder, kind), ChunkStore(tmp_path), **options)
     cold = engine.logits(PROMPT, CHUNKS)

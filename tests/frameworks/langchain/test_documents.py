@@ -35,7 +35,7 @@ MODES = ("text", "metadata", "replace")
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8)
+    return Engine(builtin(), ChunkStore(tmp_path / "kv"), block_size=8, prefix_bytes=0)
 
 
 def files(engine: Engine) -> set[str]:

@@ -57,7 +57,7 @@ RETRIEVERS = {"ParentDocumentRetriever": of_parents, "MultiVectorRetriever": of_
 
 @pytest.fixture
 def llm() -> ChatSamKV:
-    engine = Engine(builtin(), method="samkv-guided")
+    engine = Engine(builtin(), method="samkv-guided", prefix_bytes=0)
     return ChatSamKV(engine=engine, max_tokens=16)
 
 

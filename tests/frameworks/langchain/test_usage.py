@@ -48,7 +48,7 @@ class Ends(BaseCallbackHandler):
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    engine = Engine(tool_model(), method="reuse")
+    engine = Engine(tool_model(), method="reuse", prefix_bytes=0)
     engine.cache_chunks([RECORD])
     return engine
 

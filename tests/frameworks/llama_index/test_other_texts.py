@@ -69,7 +69,8 @@ ENGINES = {"sentence windows": of_windows, "AutoMergingRetriever": of_parents}
 
 @pytest.fixture
 def llm() -> SamKVLLM:
-    return SamKVLLM(engine=Engine(builtin(), method="samkv-guided"), max_new_tokens=16)
+    engine = Engine(builtin(), method="samkv-guided", prefix_bytes=0)
+    return SamKVLLM(engine=engine, max_new_tokens=16)
 
 
 def asked(llm: SamKVLLM, engine: BaseQueryEngine, question: str, answer: str) -> Report:
