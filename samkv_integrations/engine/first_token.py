@@ -76,8 +76,8 @@ class Choice:
     prefill. eviction: which KV entries are kept after the first token.
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
-    held: entries of the first ``n_held`` tokens, from a kept sequence; ``n_held_exact`` of them are
-    full prefill's. n_exact: first tokens whose entries will be. prompts: see `KeptSequence`.
+    held: entries of the first ``n_held`` tokens, from a kept sequence.
+    n_exact, prompts: of the sequence that the pass leaves, see `KeptSequence`.
     stays: whether the working cache will hold the entries of all tokens at all layers.
     fingerprint: of what is computed.
     """
@@ -90,7 +90,6 @@ class Choice:
     opened: Sequence[StoredChunk]
     held: FirstEntries | None
     n_held: int
-    n_held_exact: int
     n_exact: int
     prompts: tuple[range, ...]
     stays: bool
@@ -173,29 +172,42 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
                 layout, opened = Layout(resolved.token_ids, (), ()), []
     n_held = _before_queries(n_held, layout, rule)
 
-    # what the pass leaves
-    n_held_exact, prompts, source = 0, tuple[range, ...](), kept.sequence
-    if source is not None:
-        n_held_exact = min(n_held, source.n_exact)
-        prompts = source.prompts[: source.n_prompts_in(n_held)]
-    n_exact = n_held_exact
-    if n_held_exact == n_held:
-        n_exact = n_tokens
-        if not is_full_prefill and layout.n_context:
-            n_exact = int(layout.context_positions[0])
-        if not is_full_prefill and n_exact < n_held + LEAST:
-            n_exact = n_held  # so few tokens may be computed faster, and not exactly
-    n_answered = prompts[-1].stop if prompts else 0
-    begins = (max(n_answered, run.position) for chunk in resolved.chunks for run in chunk.runs
-              if run.span.stop > n_answered)  # fmt: skip
-    prompts = (*prompts, range(next(begins, n_tokens), n_tokens))
+    n_exact, prompts = _left(request, layout, kept.sequence, n_held, is_full_prefill)
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
-        held=source.entries if source is not None and n_held else None, n_held=n_held,
-        n_held_exact=n_held_exact, n_exact=n_exact, prompts=prompts,
+        held=kept.sequence.entries if kept.sequence is not None and n_held else None,
+        n_held=n_held, n_exact=n_exact, prompts=prompts,
         stays=rule is None and method.select.keeps_all and method.attend is None,
         fingerprint=fingerprint,
     )  # fmt: skip
+
+
+def _left(
+    request: Request, layout: Layout, source: KeptSequence[FirstEntries] | None, n_held: int,
+    is_full_prefill: bool,
+) -> tuple[int, tuple[range, ...]]:  # fmt: skip
+    """``n_exact`` and ``prompts`` of the sequence that a pass leaves, see `KeptSequence`.
+
+    layout: with the chunks that are blended. source: has the first ``n_held`` tokens.
+    """
+    resolved, n_exact, prompts = request.resolved, 0, tuple[range, ...]()
+    if source is not None:
+        n_exact = min(n_held, source.n_exact)
+        prompts = source.prompts[: source.n_prompts_in(n_held)]
+    n_tokens, opening = layout.n_tokens, request.model.answer_opening
+    if n_exact == n_held and is_full_prefill:
+        n_exact = n_tokens
+    elif n_exact == n_held and int(layout.context_positions[0]) >= n_held + LEAST:
+        n_exact = int(layout.context_positions[0])  # fewer may be computed faster, not exactly
+
+    n_before = prompts[-1].stop if prompts else 0
+    is_opened = tuple(resolved.token_ids[n_tokens - len(opening) :]) == opening
+    n_asked = n_tokens - len(opening) * is_opened
+    begins = (
+        max(n_before, run.position)
+        for chunk in resolved.chunks for run in chunk.runs if n_before < run.span.stop
+    )  # fmt: skip
+    return n_exact, (*prompts, range(min(next(begins, n_asked), n_asked), n_asked))
 
 
 def _before_queries(n_tokens: int, layout: Layout, rule: Eviction | None) -> int:
@@ -362,7 +374,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     computed += sum(n for number, n in from_memory.items() if is_new[number])
     n_context, n_in_memory = int(is_of_chunk.sum()), from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
-    n_exact = int(is_of_chunk[: choice.n_held_exact].sum()) + int(
+    n_exact = int(is_of_chunk[: min(n_held, choice.n_exact)].sum()) + int(
         (layout.exact[layout.chunk_of_token] & ~again.any(0)).sum()
     )
 

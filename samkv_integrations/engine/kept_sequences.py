@@ -36,8 +36,8 @@ class KeptSequence(Generic[Entries]):
     deletion: `Chunks.deletions` before the prompt was read.
     token_ids: (P,).
     n_exact: first tokens whose entries equal full prefill's.
-    prompts: of each prompt of the conversation, from its first new chunk to its end. Entries
-        between them depend on that prompt's question.
+    prompts: of each prompt of the conversation, from its first new chunk to the end of what was
+        asked. Entries there depend on that question.
     entries: as the engine holds them; n_bytes: their size.
     """
 

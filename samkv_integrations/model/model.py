@@ -313,6 +313,25 @@ class Model:
         template = str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be so
         return template if _USES_TOOLS.search(template) else None
 
+    @cached_property
+    def answer_opening(self) -> tuple[int, ...]:
+        """Token ids that the chat template writes behind the messages, for an answer to begin.
+
+        A later prompt may hold others there: templates leave out empty thoughts of earlier turns.
+        """
+        message = [{"role": "user", "content": "a"}]
+        try:
+            with_it, without = (
+                self.tokenizer.apply_chat_template(
+                    message, tokenize=False, add_generation_prompt=opens
+                )
+                for opens in (True, False)
+            )
+        except Exception:  # templates raise whatever their author chose
+            return ()
+        opening = with_it.removeprefix(without)
+        return () if opening == with_it else tuple(self.tokenize(opening, special=True))
+
     def render_chat(self, messages: Sequence[dict[str, str]] | Chat) -> RenderedPrompt:
         """The prompt of ``messages`` (``role``, ``content``), ready for an answer.
 
