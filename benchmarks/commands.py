@@ -35,10 +35,11 @@ class _Command(typer.core.TyperCommand):
             raise typer.Exit(USER_ERROR) from error
 
 
-def command_line(function: Callable[..., None]) -> typer.Typer:
-    """The command line of one benchmark."""
+def command_line(*functions: Callable[..., None]) -> typer.Typer:
+    """The command line of one benchmark; several functions are subcommands."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(cls=_Command)(function)
+    for function in functions:
+        app.command(cls=_Command)(function)
     return app
 
 
