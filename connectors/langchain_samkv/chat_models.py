@@ -305,10 +305,17 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
         return turn_of(role, text, call_id=message.tool_call_id, name=message.name)
     if not isinstance(message, AIMessage):
         return turn_of(role, text)
-    # a call that could not be parsed stays as the model wrote it
-    written = [text, *(call["args"] or "" for call in message.invalid_tool_calls)]
+    # a call that could not be parsed stays as the model wrote it, see `_last_chunk`
+    broken = [call["args"] or "" for call in message.invalid_tool_calls]
+    written = [text, *map(_unwrapped, broken)]
     calls = (ToolCall(each["name"], each["args"], each["id"] or "") for each in message.tool_calls)
     return turn_of(role, "".join(written), calls=calls)
+
+
+def _unwrapped(args: str) -> str:
+    """A call that could not be parsed, without the brackets that a stream writes around it."""
+    is_wrapped = args.startswith("[") and args.endswith("]") and args[1:].lstrip().startswith("{")
+    return args[1:-1] if is_wrapped else args
 
 
 class _WholeJson(JsonOutputParser):

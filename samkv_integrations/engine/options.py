@@ -197,7 +197,7 @@ class OwnEngineOptions(TypedDict, total=False):
     ]
     """Memory for the KV entries of the latest prompts and answers, a number of bytes or a size such
     as '2GB': a follow-up computes its new tokens only; 0 for none. A token takes 12 kB with a model
-    of 0.5 B parameters, and 128 kB with Llama 3.1 8B in 16 bits."""
+    of 0.5 B parameters, and 131 kB with Llama 3.1 8B in 16 bits."""
     hot_bytes: Annotated[
         int | str | None,
         Option(default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free"),
