@@ -119,6 +119,7 @@ def plan_pass(
     recompute: Tensor,
     *,
     n_held: int = 0,
+    again: Tensor | None = None,
     mixes: bool = False,
     weighs: bool = False,
 ) -> PassPlan:
@@ -130,7 +131,7 @@ def plan_pass(
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
     n_held: first tokens that a kept sequence has, all of them uncached; the other uncached
-        tokens are computed.
+        tokens are computed, and those at the positions ``again``.
     mixes: whether a recomputed entry needs the stored one. weighs: whether the method has its own
         attention, which always takes a mask.
     """
@@ -165,6 +166,8 @@ def plan_pass(
         is_computed = uncached | in_prompt(carried[layer])
         stays, present = uncached | is_stored, is_computed | is_stored
         is_computed[:n_held] = False
+        if again is not None:
+            is_computed[again] = True
         slot, final = present.cumsum(0) - 1, stays.cumsum(0) - 1
         positions, entries = is_computed.nonzero()[:, 0], present.nonzero()[:, 0]
         n_computed, n_entries = len(positions), len(entries)

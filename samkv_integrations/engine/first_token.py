@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.cache.chunk import ChunkBlocks, Fingerprint
 from samkv_integrations.cache.hot import HotChunks
 from samkv_integrations.cache.store import StoredChunk
 from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
@@ -76,7 +78,8 @@ class Choice:
     prefill. eviction: which KV entries are kept after the first token.
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
-    held: entries of the first ``n_held`` tokens, from a kept sequence.
+    held: has the entries of the first ``n_held`` tokens; those at the positions ``again`` are
+    computed again.
     n_exact, prompts: of the sequence that the pass leaves, see `KeptSequence`.
     stays: whether the working cache will hold the entries of all tokens at all layers.
     fingerprint: of what is computed.
@@ -88,8 +91,9 @@ class Choice:
     eviction: Eviction | None
     layout: Layout
     opened: Sequence[StoredChunk]
-    held: FirstEntries | None
+    held: KeptSequence[FirstEntries] | None
     n_held: int
+    again: Tensor
     n_exact: int
     prompts: tuple[range, ...]
     stays: bool
@@ -172,14 +176,38 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
                 layout, opened = Layout(resolved.token_ids, (), ()), []
     n_held = _before_queries(n_held, layout, rule)
 
+    again = _again(request, kept.sequence, n_held) if is_follow_up else torch.empty(0).long()
     n_exact, prompts = _left(request, layout, kept.sequence, n_held, is_full_prefill)
+    if len(again):
+        begins = min(int(again[0]), prompts[-1].start)
+        prompts = (*prompts[:-1], range(begins, prompts[-1].stop))
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
-        held=kept.sequence.entries if kept.sequence is not None and n_held else None,
-        n_held=n_held, n_exact=n_exact, prompts=prompts,
+        held=kept.sequence if n_held else None, n_held=n_held, again=again, n_exact=n_exact,
+        prompts=prompts,
         stays=rule is None and method.select.keeps_all and method.attend is None,
         fingerprint=fingerprint,
     )  # fmt: skip
+
+
+def _again(request: Request, source: KeptSequence[FirstEntries] | None, n_held: int) -> Tensor:
+    """Positions of tokens in memory that a follow-up's question needs computed again, in order."""
+    resolved, made_by = request.resolved, request.chunks.fingerprint
+    parts = [
+        ChunkPart(
+            runs=chunk.runs,
+            blocks=ChunkBlocks(n_tokens=len(chunk.token_ids), scheme=made_by.scheme),
+        ).within(n_held)
+        for chunk in resolved.chunks
+    ]
+    layout = Layout(
+        resolved.token_ids, [part for part in parts if part], request.chunks.prefix, n_held
+    )
+    assert source is not None
+    given = ~torch.from_numpy(source.from_cache)[layout.context_positions]
+    if not layout.n_context or bool(given.all()):
+        return torch.empty(0, dtype=torch.long)
+    return layout.context_positions[request.method.recompute.choose_again(layout, given)]
 
 
 def _left(
@@ -232,7 +260,7 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
 
     def plan_of(keep: Tensor, recompute: Tensor) -> PassPlan:
         return plan_pass(
-            model, layout, keep, recompute, n_held=choice.n_held,
+            model, layout, keep, recompute, n_held=choice.n_held, again=choice.again,
             mixes=method.update is not overwrite, weighs=method.attend is not None,
         )  # fmt: skip
 
@@ -247,7 +275,8 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         blend = Blend(
             model=model, layout=layout, context=context, update=method.update,
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=method.attend,
-            held=choice.held, is_exact=choice.n_exact > choice.n_held,
+            held=None if choice.held is None else choice.held.entries,
+            is_exact=choice.n_exact > choice.n_held,
         )  # fmt: skip
         with request.stage("load"):
             inputs = context.inputs(method.needs, request.stable_layers)
@@ -313,23 +342,30 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         report = _report_of(request, choice, cache, last_plan)
     kept = None
     if keeps and isinstance(cache, DenseCache):
-        kept = _kept(request, choice, cache, layout.n_tokens, choice.prompts)
+        from_cache = np.zeros(layout.n_tokens, np.bool_)
+        if choice.held is not None:
+            from_cache[: choice.n_held] = choice.held.from_cache[: choice.n_held]
+            from_cache[choice.again] = False
+        is_computed = last_plan.computed.all(0) | layout.uncached[layout.context_positions]
+        from_cache[layout.context_positions] = ~is_computed
+        kept = _kept(request, choice, cache, from_cache, choice.prompts)
     elif filled is not None:
-        _kept(request, choice, filled, n_copied, ())
+        _kept(request, choice, filled, np.zeros(n_copied, np.bool_), ())
     report = replace(report, stays=kept is not None)
     return FirstToken(logits=logits, cache=cache, layout=layout, report=report, kept=kept)
 
 
 def _kept(
-    request: Request, choice: Choice, entries: FirstEntries, n_tokens: int,
+    request: Request, choice: Choice, entries: FirstEntries, from_cache: NDArray[np.bool_],
     prompts: tuple[range, ...],
 ) -> KeptSequence[FirstEntries] | None:  # fmt: skip
     """Keep the entries of a prompt's first tokens; None where there is no room."""
+    n_tokens = len(from_cache)
     made = KeptSequence(
         made_by=choice.fingerprint.computed_by, way=request.way,
         deletion=request.resolved.since, token_ids=request.token_ids[:n_tokens],
-        n_exact=min(choice.n_exact, n_tokens), prompts=prompts, entries=entries,
-        n_bytes=entries.n_bytes,
+        n_exact=min(choice.n_exact, n_tokens), from_cache=from_cache, prompts=prompts,
+        entries=entries, n_bytes=entries.n_bytes,
     )  # fmt: skip
     return made if request.keep(made) else None
 
@@ -371,7 +407,7 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     again = plan.computed | layout.uncached[layout.context_positions]
     made_now = torch.tensor(is_new, dtype=torch.bool)[of_context]
     computed = int((again | made_now).sum()) / model.n_layers
-    computed += sum(n for number, n in from_memory.items() if is_new[number])
+    computed += sum(n for number, n in from_memory.items() if is_new[number]) + len(choice.again)
     n_context, n_in_memory = int(is_of_chunk.sum()), from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
     n_exact = int(is_of_chunk[: min(n_held, choice.n_exact)].sum()) + int(
@@ -382,8 +418,8 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     uses_cache = plan.blocks.any(0)[layout.block_of_token] | ~again.all(0)
     reused = set(of_context[uses_cache & ~made_now].tolist())
     in_memory = {number for number in from_memory if not is_new[number]}
-    ran = choice.method.way
-    if choice.whole:
+    ran = request.method.way if len(choice.again) else choice.method.way
+    if choice.whole and not len(choice.again):
         ran = "prefix" if choice.held else "recompute"
     return Report(
         method=request.method.name, ran=ran,

@@ -36,6 +36,7 @@ class KeptSequence(Generic[Entries]):
     deletion: `Chunks.deletions` before the prompt was read.
     token_ids: (P,).
     n_exact: first tokens whose entries equal full prefill's.
+    from_cache: (P,) bool, tokens whose entries came from a chunk cache.
     prompts: of each prompt of the conversation, from its first new chunk to the end of what was
         asked. Entries there depend on that question.
     entries: as the engine holds them; n_bytes: their size.
@@ -46,6 +47,7 @@ class KeptSequence(Generic[Entries]):
     deletion: int
     token_ids: Ids
     n_exact: int
+    from_cache: NDArray[np.bool_]
     prompts: tuple[range, ...]
     entries: Entries
     n_bytes: int

@@ -254,10 +254,11 @@ class RunningAnswer:
         request, prompt = self.request, self._kept
         n_decoded = self.decoder.position - len(prompt.token_ids)
         token_ids = np.append(prompt.token_ids, self._tokens[:n_decoded])
+        from_cache = np.append(prompt.from_cache, np.zeros(n_decoded, np.bool_))
         is_exact = prompt.n_exact == len(prompt.token_ids) and not request.model.decodes_packed
         kept = replace(
-            prompt, token_ids=token_ids, n_exact=len(token_ids) if is_exact else prompt.n_exact,
-            n_bytes=prompt.entries.n_bytes,
+            prompt, token_ids=token_ids, from_cache=from_cache,
+            n_exact=len(token_ids) if is_exact else prompt.n_exact, n_bytes=prompt.entries.n_bytes,
         )  # fmt: skip
         self._kept = None
         self._report = replace(self._report, stays=request.keep(kept))

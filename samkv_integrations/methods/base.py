@@ -174,6 +174,14 @@ class Recompute(ABC):
         kept: (L, Tctx) bool, CPU, the tokens of the blocks that each layer keeps.
         """
 
+    def choose_again(self, layout: Layout, given: Tensor) -> Tensor:
+        """(Tctx,) bool, CPU: tokens of chunks in memory that a follow-up computes again. Pure.
+
+        layout: with the chunks that are in memory; its question is what is new. given: (Tctx,)
+        bool, tokens that were computed for an earlier question of the conversation.
+        """
+        return torch.zeros_like(given)
+
     def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
         """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
         raise NotImplementedError

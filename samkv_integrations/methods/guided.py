@@ -31,14 +31,17 @@ class GuidedRecompute(Recompute):
     first: first tokens of each chunk; their cached entries see the wrong preceding text.
     matched: limit of further tokens, in the whole prompt, in segments that share tokens with the
         question; at most a sixth of the context.
+    matched_again: the same for each later question of a conversation, whose chunks are in memory.
     """
 
     first: int = 8
     matched: int = 96
+    matched_again: int = 32
 
     def __post_init__(self) -> None:
         check_count("first", self.first)
         check_count("matched", self.matched)
+        check_count("matched_again", self.matched_again)
 
     def _most_matched(self, n_context: int) -> int:
         return min(self.matched, n_context // MOST_MATCHED)
@@ -54,6 +57,10 @@ class GuidedRecompute(Recompute):
             layout, SEGMENT, self._most_matched(layout.n_context), given | recomputed
         )
         return (recomputed & ~given).repeat(inputs.n_layers, 1)
+
+    def choose_again(self, layout: Layout, given: Tensor) -> Tensor:
+        most = min(self.matched_again, layout.n_context // MOST_MATCHED)
+        return matching_segments(layout, SEGMENT, most, given) & ~given
 
 
 def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Tensor:

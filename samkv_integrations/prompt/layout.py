@@ -163,6 +163,15 @@ class ChunkPart:
         """A whole chunk at ``position``."""
         return cls(runs=(Run(position, 0, blocks.n_tokens),), blocks=blocks)
 
+    def within(self, n_tokens: int) -> ChunkPart | None:
+        """The part within the first ``n_tokens`` of the prompt; None if there is none."""
+        runs = []
+        for run in self.runs:
+            length = min(len(run), n_tokens - run.position)
+            if length > 0:
+                runs.append(replace(run, stop=run.start + length))
+        return replace(self, runs=tuple(runs)) if runs else None
+
     def behind(self, n_tokens: int) -> ChunkPart | None:
         """The part behind the first ``n_tokens`` of the prompt; None if there is none."""
         runs = []
@@ -184,6 +193,7 @@ class Layout:
         token_ids: of the prompt.
         parts: of chunks, in order.
         prefix: the tokens that chunks were computed behind, ``n_prefix`` of them.
+        asked_from: where the question begins; None for behind the last chunk.
 
     token_ids: (T,) the prompt.
     uncached: (T,) bool, tokens that are always computed, among them the last one, which gives the
@@ -196,14 +206,15 @@ class Layout:
     is_anchor: (Nb,) bool, initial and local blocks.
     exact: (C,) bool, chunks whose entries equal full prefill's: the prompt consists of the chunks'
         prefix up to there.
-    question: (W,) positions of the tokens after the last chunk; without any, the last token.
+    question: (W,) positions of the question's tokens, the last token at least.
     chunk_lengths: (C,) tokens of each whole chunk.
     token_range, block_range: (C) the context tokens and the blocks of each chunk.
     """
 
     def __init__(
-        self, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...]
-    ) -> None:
+        self, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...],
+        asked_from: int | None = None,
+    ) -> None:  # fmt: skip
         cached = [(part.blocks, part) for part in parts if part.blocks is not None]
         runs = [(chunk, run) for chunk, (_, part) in enumerate(cached) for run in part.runs]
         positions = _joined(torch.arange(run.span.start, run.span.stop) for _, run in runs)
@@ -239,7 +250,9 @@ class Layout:
             for _, part in cached
         ]
         self.exact = torch.tensor(exact, dtype=torch.bool)
-        end = max((part.runs[-1].span.stop for part in parts), default=0)
+        end = asked_from
+        if end is None:
+            end = max((part.runs[-1].span.stop for part in parts), default=0)
         self.question = torch.arange(min(end, self.n_tokens - 1), self.n_tokens)
 
     @cached_property

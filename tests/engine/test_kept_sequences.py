@@ -36,6 +36,7 @@ def sequence(token_ids: Sequence[int] = (*PROMPT, *ANSWER), **changed: Any) -> K
         "made_by": "model", "way": "auto", "deletion": 1, "n_exact": len(HEAD),
         "prompts": (range(len(HEAD), len(PROMPT)),), "entries": "first", "n_bytes": 10,
     }  # fmt: skip
+    fields["from_cache"] = np.zeros(len(token_ids), np.bool_)
     return KeptSequence(token_ids=np.array(token_ids), **fields | changed)
 
 

@@ -86,6 +86,39 @@ def test_a_follow_up_is_the_next_steps_of_the_first_answer(family: str, name: st
     assert report.report.prefix_tokens >= begun.layout.n_tokens
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+def test_what_a_new_question_names_is_computed_again_in_place(family: str) -> None:
+    """One token after the other, each behind what is in memory before it.
+
+    What the question quotes is shorter than a run that is taken from a cache.
+    """
+    method = changed("samkv-guided", matched=0, matched_again=64)
+    asked = "Read.\n\n" + "\n\n".join(CHUNKS) + "\n\nQ: what?"
+    engine, stepping = (engine_of(family, 8, prefix_bytes=room) for room in (ROOM, 0))
+    first, held = (ask(each, asked, CHUNKS, method, capacity=90) for each in (engine, stepping))
+    followed = f"{asked} {CHUNKS[0][30:44]}?"
+    found = ask(engine, followed, CHUNKS, method)
+    ids, n_held = found.layout.token_ids.tolist(), found.report.prefix_tokens
+    positions = found.planned[-1].plan.layers[0].positions.tolist()
+    again = [at for at in positions if at < n_held]
+    assert 16 <= len(again) <= 64 and n_held == first.layout.n_tokens
+    n_context = found.report.context_tokens
+    assert found.report.recompute_ratio * n_context == pytest.approx(len(again))
+    decoder, n_layers = held.decoder(), engine.model.n_layers
+    for at in again:
+        held.cache.lengths, decoder.position = [at] * n_layers, at
+        with torch.inference_mode():
+            decoder.step(ids[at])
+    held.cache.lengths, decoder.position = [n_held] * n_layers, n_held
+    with torch.inference_mode():
+        steps = [decoder.step(token) for token in ids[n_held:]]
+    torch.testing.assert_close(found.first.logits, steps[-1], **TOLERANCE)
+
+    repeated = ask(engine, f"{followed} Yes. {CHUNKS[0][30:44]}?", CHUNKS, method)
+    computed = repeated.planned[-1].plan.layers[0].positions.tolist()
+    assert set(again).isdisjoint(computed), "once is enough"
+
+
 @pytest.mark.parametrize("name", ["reuse", "epic", "samkv-guided"])
 def test_a_chunk_of_a_later_turn_is_blended_behind_what_is_kept(name: str) -> None:
     """Recomputed whole, it is what decoding its tokens would have been; reused, it is not."""

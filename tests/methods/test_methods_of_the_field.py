@@ -58,7 +58,7 @@ def sets(mask: Tensor) -> list[set[int]]:
 
 @cache
 def engine_of(family: str) -> Engine:
-    engine = Engine(tiny_model(family), block_size=8, store_bits=16, prefix="bos")
+    engine = Engine(tiny_model(family), block_size=8, store_bits=16, prefix="bos", prefix_bytes=0)
     engine.cache_chunks(CHUNKS)
     return engine
 
@@ -406,7 +406,7 @@ def test_any_method_answers_and_keeps_to_its_budget(
 ) -> None:
     held = {text.strip(): cut(text.strip(), how) for text, how in (*some, long)}
     assume(all(held) and max(map(len, held[long[0].strip()])) >= MIN_RUN)
-    engine = Engine(tiny_model("llama"), block_size=4, store_bits=store_bits)
+    engine = Engine(tiny_model("llama"), block_size=4, store_bits=store_bits, prefix_bytes=0)
     engine.cache_chunks(list(held))
     prompt = before + "\n".join("\n > ".join(of) for of in held.values()) + question
     logits, query = first_logits(engine, prompt, None, method)
