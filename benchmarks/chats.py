@@ -220,7 +220,7 @@ class OpenAIChat:
 
     def __init__(self, place: Place) -> None:
         folder = place.opened.enter_context(TemporaryDirectory())
-        tenancy = Tenancy(place.scheduler, Path(folder), exact_beginnings=False)
+        tenancy = Tenancy(place.scheduler, Path(folder))
         tenancy.engine(Tenant()).cache_chunks(place.texts)
         keys, is_ready = ApiKeys("", Tenant()), Event()
         server = Server(create_app(tenancy, keys, Settings(model_name="it")), 30, is_ready.set)

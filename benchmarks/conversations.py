@@ -51,6 +51,8 @@ from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import UnknownOption
 from samkv_integrations.evaluation import Paired, is_right
 from samkv_integrations.formatting import Row, commit
+from samkv_integrations.methods import get_method
+from samkv_integrations.methods.base import with_option
 from samkv_integrations.model.model import Model
 
 CONVERSATIONS = Path(__file__).with_name("data") / "conversations.jsonl"
@@ -99,8 +101,10 @@ NOTHING_KEPT = "auto, nothing kept"
 WAYS: Mapping[str, Way] = {
     TRUTH: partial(EngineChat, method="recompute"),
     "auto": EngineChat,
+    "auto, matched_again=0": partial(
+        EngineChat, method=with_option(get_method("auto"), "recompute.matched_again=0")
+    ),
     NOTHING_KEPT: partial(EngineChat, prefix_bytes=0),
-    "reuse": partial(EngineChat, method="reuse"),
 }
 FRONT_ENDS: Mapping[str, Mapping[str, Way]] = {
     "langchain": {KEPT: LangChainChat, PLAIN: partial(LangChainChat, match_text=False),
@@ -264,7 +268,6 @@ Most = Annotated[int | None, typer.Option(help="At most so many conversations.")
 
 def answers(
     model: ModelName,
-    reuse: Annotated[bool, typer.Option(help="Ask the method reuse, too.")] = False,
     conversations: File = CONVERSATIONS,
     most: Most = None,
     dtype: Dtype = "bfloat16",
@@ -272,9 +275,8 @@ def answers(
 ) -> None:
     """Right answers of every question, by turn."""
     asked = conversations_of(conversations, most)
-    ways = {label: way for label, way in WAYS.items() if reuse or label != "reuse"}
-    rows = run(model, dtype, output, asked, {"engine": ways})
-    write(answer_tables(rows, list(ways)), STDOUT)
+    rows = run(model, dtype, output, asked, {"engine": WAYS})
+    write(answer_tables(rows, list(WAYS)), STDOUT)
 
 
 def times(

@@ -44,8 +44,8 @@ def asked(folder: Path, job: str, *more: str) -> tuple[str, list[Row]]:
 
 def test_every_question_counts_for_every_way(tmp_path: Path) -> None:
     _, first = asked(tmp_path, "answers", "--most", "1")
-    shown, rows = asked(tmp_path, "answers", "--reuse")
-    labels = ["recompute", "auto", "auto, nothing kept", "reuse"]
+    shown, rows = asked(tmp_path, "answers")
+    labels = ["recompute", "auto", "auto, matched_again=0", "auto, nothing kept"]
     assert rows[: len(first)] == first  # a run goes on
     keys = {(row["conversation"], row["turn"], row["label"]) for row in rows}
     assert keys == {
