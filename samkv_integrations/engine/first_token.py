@@ -222,15 +222,13 @@ def _left(
     if source is not None:
         n_exact = min(n_held, source.n_exact)
         prompts = source.prompts[: source.n_prompts_in(n_held)]
-    n_tokens, opening = layout.n_tokens, request.model.answer_opening
+    n_tokens, n_asked = layout.n_tokens, request.n_asked
     if n_exact == n_held and is_full_prefill:
         n_exact = n_tokens
     elif n_exact == n_held and int(layout.context_positions[0]) >= n_held + LEAST:
         n_exact = int(layout.context_positions[0])  # fewer may be computed faster, not exactly
 
     n_before = prompts[-1].stop if prompts else 0
-    is_opened = tuple(resolved.token_ids[n_tokens - len(opening) :]) == opening
-    n_asked = n_tokens - len(opening) * is_opened
     begins = (
         max(n_before, run.position)
         for chunk in resolved.chunks for run in chunk.runs if n_before < run.span.stop

@@ -85,7 +85,8 @@ class Match(Generic[Entries]):
 class Wanted:
     """What a prompt may go on from.
 
-    token_ids: (T,) of the prompt. first_chunk: position of its first chunk, T without one.
+    token_ids: (T,) of the prompt. first_chunk: position of its first chunk, T without one. n_asked:
+    tokens up to the end of what is asked: without a template's opening of the answer.
     made_by, way, deletion: see `KeptSequence`.
     """
 
@@ -94,6 +95,7 @@ class Wanted:
     deletion: int
     token_ids: Ids
     first_chunk: int
+    n_asked: int
 
 
 def common(one: Ids, other: Ids) -> int:
@@ -198,7 +200,7 @@ def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int
         # The same prompt asked again is no follow-up of another method: it is how methods are
         # compared.
         n_common = min(n_common, sequence.n_exact)
-        n_contained = min(n_common, len(wanted.token_ids) - 1)
+        n_contained = min(n_common, wanted.n_asked - 1)
     prompts, n_prompts = sequence.prompts, sequence.n_prompts_in(n_contained)
     if n_prompts < len(prompts):  # what was blended for a prompt that is not contained is not taken
         n_common = min(n_common, prompts[n_prompts].start)

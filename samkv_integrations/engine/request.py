@@ -125,6 +125,13 @@ class Request:
         """(T,) of the prompt."""
         return np.array(self.resolved.token_ids, np.int64)
 
+    @cached_property
+    def n_asked(self) -> int:
+        """Tokens of the prompt without those that its template writes for an answer to begin."""
+        ids, opening = self.resolved.token_ids, self.model.answer_opening
+        n_before = max(0, len(ids) - len(opening))
+        return n_before if tuple(ids[n_before:]) == opening else len(ids)
+
     @property
     def way(self) -> object:
         """The method with its options, and the kind of caches: what blended entries depend on."""
@@ -155,7 +162,7 @@ class Request:
         wanted = Wanted(
             made_by=self.chunks.fingerprint.computed_by, way=self.way,
             deletion=self.resolved.since, token_ids=self.token_ids,
-            first_chunk=self.resolved.first_chunk,
+            first_chunk=self.resolved.first_chunk, n_asked=self.n_asked,
         )  # fmt: skip
         if is_exact or not self.method.recompute.uses_caches:
             return self.prefixes.exact(wanted)

@@ -44,6 +44,7 @@ def wanted(token_ids: Sequence[int], **changed: Any) -> Wanted:
     fields: dict[str, Any] = {
         "made_by": "model", "way": "auto", "deletion": 1, "first_chunk": len(HEAD),
     }  # fmt: skip
+    fields["n_asked"] = len(token_ids)
     return Wanted(token_ids=np.array(token_ids), **fields | changed)
 
 
@@ -119,8 +120,14 @@ class TestOtherMethods:
 
     def test_the_same_prompt_is_answered_anew(self) -> None:
         """Else a method that is compared with full prefill would be full prefill."""
-        full = sequence(way="recompute", n_exact=len(PROMPT + ANSWER))
-        assert found(index_of(full).go_on(wanted(PROMPT))) == (len(HEAD), False)
+        n_asked = len(PROMPT) - 3  # the template opens an answer with three tokens
+        full = sequence(
+            way="recompute", n_exact=len(PROMPT + ANSWER), prompts=(range(len(HEAD), n_asked),)
+        )
+        index = index_of(full)
+        assert found(index.go_on(wanted(PROMPT, n_asked=n_asked))) == (len(HEAD), False)
+        later = PROMPT + ANSWER + NEXT
+        assert found(index.go_on(wanted(later))) == (len(PROMPT + ANSWER), True)
 
 
 @pytest.mark.parametrize("changed", [{"made_by": "another"}, {"deletion": 2}, {"deletion": -1}])
