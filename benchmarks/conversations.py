@@ -43,6 +43,7 @@ from benchmarks.chats import (
 )
 from benchmarks.commands import STDOUT, TRUTH, command_line, loaded_model, markdown_table, write
 from benchmarks.journal import Journal
+from benchmarks.right_table import rows_of
 from benchmarks.run_settings import hardware
 from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.cli.loading import words
@@ -301,5 +302,16 @@ def times(
     write(time_table(rows), STDOUT)
 
 
-app = command_line(answers, times)
+def pooled(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs of answers, a model each.")],
+) -> None:
+    """The table of answers over several runs."""
+    rows = [
+        {**row, "conversation": f"{folder} {row['conversation']}"}
+        for folder in runs for row in rows_of(folder)
+    ]  # fmt: skip
+    write(answer_tables(rows, list(WAYS)), STDOUT)
+
+
+app = command_line(answers, times, pooled)
 main = app

@@ -57,6 +57,8 @@ def test_every_question_counts_for_every_way(tmp_path: Path) -> None:
         is_follow_up = row["turn"] == 2 and row["label"] != "auto, nothing kept"
         assert (row["computed_tokens"] < row["prompt_tokens"] / 2) or not is_follow_up, row
     assert "| auto / recompute |" in shown and "of 4 |" in shown
+    both = ran("conversations", "pooled", tmp_path / "answers", tmp_path / "answers")
+    assert "of 8 |" in both and "| auto / auto, nothing kept |" in both
 
 
 def test_every_front_end_has_rows(tmp_path: Path) -> None:
