@@ -1,10 +1,11 @@
-"""Whether time tells a tenant that another one has cached a text.
+"""Whether time tells a tenant that another one has cached a text, or had the same conversation.
 
     python -m benchmarks.tenant_timing --pairs 200
 
 One tenant asks questions about texts in one store: texts that nobody has cached, that another
 tenant has, and, so that it is seen what would be told, that the tenant itself has. Nothing is kept
-of a question, so each is as new as the first. The three questions of a pair are asked in random
+of a question, so each is as new as the first; but before a next turn, whoever has cached the text
+asks the first one. The three questions of a pair are asked in random
 order, one right after the other.
 """
 
@@ -34,6 +35,7 @@ from samkv_integrations.prompt import rag_prompt
 
 BUILTIN = "builtin"
 NOBODY, OTHER, SELF = "nobody", "another tenant", "the tenant itself"
+NEXT_TURN = "next turn"
 WARM_UP = 10
 """Pairs that do not count."""
 
@@ -86,6 +88,7 @@ def measure(folder: Path, pairs: int, words: int, method: str) -> list[Row]:
     timed: dict[str, Callable[[str], object]] = {
         "recognising": tenant.found_in,
         "first token": answer,
+        NEXT_TURN: lambda prompt: answer(f"{prompt} Nobody knows.\nQuestion: And why?\nAnswer:"),
     }
     times = {what: {group: [] for group in of_group} for what in timed}
     order = random.Random(1)
@@ -94,6 +97,9 @@ def measure(folder: Path, pairs: int, words: int, method: str) -> list[Row]:
             for group in order.sample(list(of_group), len(of_group)):
                 prompt = rag_prompt("Who was it?", [of_group[group][place]])
                 tenant.prefixes.clear()
+                asking = {OTHER: other, SELF: tenant}.get(group)
+                if what == NEXT_TURN and asking is not None:
+                    asking.generate(prompt, max_new_tokens=1, on_miss="text")
                 times[what][group].append(_seconds(partial(ask, prompt)))
     return [
         _row(what, group, of_what[group][WARM_UP:], of_what[NOBODY][WARM_UP:])
