@@ -169,7 +169,10 @@ def prefix_budget(model: Model, prefix_bytes: int | str | None) -> int:
     Raises InvalidOption for no size.
     """
     if prefix_bytes is not None:
-        return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)
+        try:
+            return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)
+        except InvalidOption as error:
+            raise InvalidOption(f"{error}; 0 keeps nothing") from None
     if model.device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.mem_get_info(model.device)[0] // KEPT_SHARE
     return (available_bytes() or 2**31) // KEPT_SHARE

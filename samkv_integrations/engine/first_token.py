@@ -79,7 +79,7 @@ class Choice:
     layout: of the prompt, with the chunk tokens behind those that are held. opened: the caches of
     these chunks.
     held: has the entries of the first ``n_held`` tokens; those at the positions ``again`` are
-    computed again.
+    computed again, for this answer alone.
     n_exact, prompts: of the sequence that the pass leaves, see `KeptSequence`.
     stays: whether the working cache will hold the entries of all tokens at all layers.
     fingerprint: of what is computed.
@@ -128,7 +128,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         raise PromptTooLong(
             f"prompt of {n_tokens} tokens (chunks at full size) and {request.capacity} new "
             f"tokens exceed the context window of {window} of {model.name!r}; retrieve "
-            "fewer chunks or ask for fewer tokens"
+            "fewer chunks, shorten the history, or ask for fewer tokens"
         )
 
     # what is in memory, and the chunks behind it
@@ -176,11 +176,10 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
                 layout, opened = Layout(resolved.token_ids, (), ()), []
     n_held = _before_queries(n_held, layout, rule)
 
-    again = _again(request, kept.sequence, n_held) if is_follow_up else torch.empty(0).long()
+    again = torch.empty(0).long()
+    if is_follow_up and kept.sequence is not None:
+        again = _again(request, kept.sequence, n_held)
     n_exact, prompts = _left(request, layout, kept.sequence, n_held, is_full_prefill)
-    if len(again):
-        begins = min(int(again[0]), prompts[-1].start)
-        prompts = (*prompts[:-1], range(begins, prompts[-1].stop))
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
         held=kept.sequence if n_held else None, n_held=n_held, again=again, n_exact=n_exact,
@@ -190,9 +189,12 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     )  # fmt: skip
 
 
-def _again(request: Request, source: KeptSequence[FirstEntries] | None, n_held: int) -> Tensor:
+def _again(request: Request, source: KeptSequence[FirstEntries], n_held: int) -> Tensor:
     """Positions of tokens in memory that a follow-up's question needs computed again, in order."""
-    resolved, made_by = request.resolved, request.chunks.fingerprint
+    resolved, made_by, none = request.resolved, request.chunks.fingerprint, torch.empty(0).long()
+    asked = range(n_held, request.n_asked)
+    if len(asked) <= 1:  # the same question again
+        return none
     parts = [
         ChunkPart(
             runs=chunk.runs,
@@ -201,12 +203,11 @@ def _again(request: Request, source: KeptSequence[FirstEntries] | None, n_held: 
         for chunk in resolved.chunks
     ]
     layout = Layout(
-        resolved.token_ids, [part for part in parts if part], request.chunks.prefix, n_held
+        resolved.token_ids, [part for part in parts if part], request.chunks.prefix, asked
     )
-    assert source is not None
     given = ~torch.from_numpy(source.from_cache)[layout.context_positions]
     if not layout.n_context or bool(given.all()):
-        return torch.empty(0, dtype=torch.long)
+        return none
     return layout.context_positions[request.method.recompute.choose_again(layout, given)]
 
 
@@ -343,9 +344,10 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         from_cache = np.zeros(layout.n_tokens, np.bool_)
         if choice.held is not None:
             from_cache[: choice.n_held] = choice.held.from_cache[: choice.n_held]
-            from_cache[choice.again] = False
         is_computed = last_plan.computed.all(0) | layout.uncached[layout.context_positions]
         from_cache[layout.context_positions] = ~is_computed
+        if choice.held is not None and len(choice.again):
+            cache.lend(choice.again, choice.held.entries)
         kept = _kept(request, choice, cache, from_cache, choice.prompts)
     elif filled is not None:
         _kept(request, choice, filled, np.zeros(n_copied, np.bool_), ())
@@ -357,7 +359,10 @@ def _kept(
     request: Request, choice: Choice, entries: FirstEntries, from_cache: NDArray[np.bool_],
     prompts: tuple[range, ...],
 ) -> KeptSequence[FirstEntries] | None:  # fmt: skip
-    """Keep the entries of a prompt's first tokens; None where there is no room."""
+    """Keep the entries of a prompt's first tokens; None where there is no room.
+
+    Where some were computed again for this answer, the prompt is kept with the answer, at its end.
+    """
     n_tokens = len(from_cache)
     made = KeptSequence(
         made_by=choice.fingerprint.computed_by, way=request.way,
@@ -365,7 +370,7 @@ def _kept(
         n_exact=min(choice.n_exact, n_tokens), from_cache=from_cache, prompts=prompts,
         entries=entries, n_bytes=entries.n_bytes,
     )  # fmt: skip
-    return made if request.keep(made) else None
+    return made if len(choice.again) or request.keep(made) else None
 
 
 def _check_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, int]) -> None:
@@ -416,8 +421,8 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     uses_cache = plan.blocks.any(0)[layout.block_of_token] | ~again.all(0)
     reused = set(of_context[uses_cache & ~made_now].tolist())
     in_memory = {number for number in from_memory if not is_new[number]}
-    ran = request.method.way if len(choice.again) else choice.method.way
-    if choice.whole and not len(choice.again):
+    ran = choice.method.way
+    if choice.whole:
         ran = "prefix" if choice.held else "recompute"
     return Report(
         method=request.method.name, ran=ran,

@@ -126,6 +126,7 @@ class Report:
         return (
             f"model={self.model} method={self.method} ran={self.ran} "
             f"prompt_tokens={self.prompt_tokens} completion_tokens={self.completion_tokens} "
+            f"prefix_tokens={self.prefix_tokens} stays={self.stays} "
             f"found={self.found} reused={self.reused} prefix_chunks={self.prefix_chunks} "
             f"computed_now={self.computed_now} "
             f"misses={misses or 'none'} wait_s={self.wait_s:.3f} ttft_s={self.ttft_s:.3f} "

@@ -252,6 +252,7 @@ class RunningAnswer:
         if self._kept is None or self.decoder is None:
             return
         request, prompt = self.request, self._kept
+        self.decoder.cache.put_back()
         n_decoded = self.decoder.position - len(prompt.token_ids)
         token_ids = np.append(prompt.token_ids, self._tokens[:n_decoded])
         from_cache = np.append(prompt.from_cache, np.zeros(n_decoded, np.bool_))

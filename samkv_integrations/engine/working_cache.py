@@ -142,6 +142,9 @@ class WorkingCache(ABC):
         """Take back the last tokens that were added."""
         self.lengths = [max(0, length - n_tokens) for length in self.lengths]
 
+    def put_back(self) -> None:  # noqa: B027  # most answers have nothing to put back
+        """After the last step: restore the entries that this answer alone had computed again."""
+
 
 def as_heads(entries: Tensor) -> Tensor:
     """(S, heads, D) -> (1, heads, S, D), without a copy."""
@@ -226,6 +229,7 @@ class DenseCache(WorkingCache, FirstEntries):
         self._keeps_all = keeps_all
         self._is_plain = weigh is None and (model is None or model.scores_plainly)
         self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
+        self._lent: tuple[Tensor, FirstEntries] | None = None
         self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
 
     @property
@@ -307,6 +311,23 @@ class DenseCache(WorkingCache, FirstEntries):
     @property
     def can_rewind(self) -> bool:
         return not (self._keepers and self._slides)
+
+    def lend(self, positions: Tensor, entries: FirstEntries) -> None:
+        """Note that the entries at these positions are this answer's alone.
+
+        entries: those that `put_back` restores, of all tokens up to the last position.
+        """
+        self._lent = positions, entries
+
+    def put_back(self) -> None:
+        if self._lent is None:
+            return
+        (positions, entries), self._lent = self._lent, None
+        for layer, mine in enumerate(zip(self.keys, self.values, strict=True)):
+            at = positions.to(mine[0].device)
+            theirs = entries.of_layer(layer, int(positions[-1]) + 1)
+            for side, original in zip(mine, theirs, strict=True):
+                side[at] = original[at]
 
     @property
     def static_slot(self) -> int | None:

@@ -177,8 +177,9 @@ class Recompute(ABC):
     def choose_again(self, layout: Layout, given: Tensor) -> Tensor:
         """(Tctx,) bool, CPU: tokens of chunks in memory that a follow-up computes again. Pure.
 
-        layout: with the chunks that are in memory; its question is what is new. given: (Tctx,)
-        bool, tokens that were computed for an earlier question of the conversation.
+        For its answer alone: what is in memory stays as it is. layout: with the chunks that are in
+        memory; its question is what is new. given: (Tctx,) bool, tokens that were not taken from a
+        chunk cache.
         """
         return torch.zeros_like(given)
 

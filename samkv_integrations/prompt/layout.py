@@ -193,7 +193,7 @@ class Layout:
         token_ids: of the prompt.
         parts: of chunks, in order.
         prefix: the tokens that chunks were computed behind, ``n_prefix`` of them.
-        asked_from: where the question begins; None for behind the last chunk.
+        question: its positions; None for all behind the last chunk.
 
     token_ids: (T,) the prompt.
     uncached: (T,) bool, tokens that are always computed, among them the last one, which gives the
@@ -213,7 +213,7 @@ class Layout:
 
     def __init__(
         self, token_ids: Sequence[int], parts: Sequence[ChunkPart], prefix: tuple[int, ...],
-        asked_from: int | None = None,
+        question: range | None = None,
     ) -> None:  # fmt: skip
         cached = [(part.blocks, part) for part in parts if part.blocks is not None]
         runs = [(chunk, run) for chunk, (_, part) in enumerate(cached) for run in part.runs]
@@ -250,10 +250,10 @@ class Layout:
             for _, part in cached
         ]
         self.exact = torch.tensor(exact, dtype=torch.bool)
-        end = asked_from
-        if end is None:
+        if question is None:
             end = max((part.runs[-1].span.stop for part in parts), default=0)
-        self.question = torch.arange(min(end, self.n_tokens - 1), self.n_tokens)
+            question = range(min(end, self.n_tokens - 1), self.n_tokens)
+        self.question = torch.arange(question.start, question.stop)
 
     @cached_property
     def prefilled_positions(self) -> Tensor:

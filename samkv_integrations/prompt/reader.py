@@ -107,7 +107,7 @@ class PromptReader:
     def _too_long(self, what: str, most: int) -> PromptTooLong:
         return PromptTooLong(
             f"{what} exceeds the context window of {most} of {self._model.name!r}; shorten "
-            "it, or retrieve fewer chunks"
+            "it or its history, or retrieve fewer chunks"
         )
 
     def read(

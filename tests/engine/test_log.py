@@ -56,7 +56,9 @@ def test_one_line_an_answer(engine: Engine, log: pytest.LogCaptureFixture) -> No
     assert lines(log) == [f"answered: {report.line}"]
     for part in ("model=tiny-llama", "method=reuse", f"prompt_tokens={report.prompt_tokens}"):
         assert f" {part} " in lines(log)[0]
-    counts = "found=3 reused=2 prefix_chunks=0 computed_now=1 misses=absent:1"
+    counts = (
+        "prefix_tokens=0 stays=True found=3 reused=2 prefix_chunks=0 computed_now=1 misses=absent:1"
+    )
     assert f"completion_tokens=3 {counts} " in lines(log)[0]
     assert lines(log)[0].endswith(f" bytes_read={report.bytes_read}")
     assert log.records[-1].samkv == report  # type: ignore[attr-defined]

@@ -114,9 +114,49 @@ def test_what_a_new_question_names_is_computed_again_in_place(family: str) -> No
         steps = [decoder.step(token) for token in ids[n_held:]]
     torch.testing.assert_close(found.first.logits, steps[-1], **TOLERANCE)
 
-    repeated = ask(engine, f"{followed} Yes. {CHUNKS[0][30:44]}?", CHUNKS, method)
-    computed = repeated.planned[-1].plan.layers[0].positions.tolist()
-    assert set(again).isdisjoint(computed), "once is enough"
+
+def conversation_of(engine: Engine, history: str, branch: str) -> str:
+    """The answer to a further question, as a client that keeps the history asks it."""
+    return engine.generate(f"{history}\nQuestion: {branch}\nAnswer:", max_new_tokens=16).text
+
+
+@pytest.mark.parametrize("method", ["auto", "samkv-guided", "reuse", "recompute"])
+def test_no_answer_of_a_conversation_depends_on_another_branch(method: str) -> None:
+    """Nor on having been asked before: what is computed again goes with its answer."""
+    branches = [record.question for record in RECORDS[:3]]
+    expected: list[str] = []
+    for order in (branches, branches[::-1], branches * 2):
+        engine = Engine(builtin(), method=method, prefix_bytes=ROOM)
+        engine.cache_chunks(TEXTS)
+        history = "Documents:\n\n" + "\n\n".join(TEXTS) + f"\n\nQuestion: {branches[0]}\nAnswer:"
+        history += engine.generate(history, max_new_tokens=8).text
+        found = {each: conversation_of(engine, history, each) for each in order}
+        expected = expected or [found[each] for each in branches]
+        assert [found[each] for each in branches] == expected
+
+
+def test_what_is_computed_again_leaves_memory_as_it_was() -> None:
+    """To the last bit: the entries of the first turn are there after the second one, too."""
+    engine = Engine(builtin(), method="samkv-guided", prefix_bytes=ROOM)
+    engine.cache_chunks(TEXTS)
+    history = (
+        "Documents:\n\n" + "\n\n".join(TEXTS) + f"\n\nQuestion: {RECORDS[0].question}\nAnswer:"
+    )
+    first = engine.generate(history, max_new_tokens=8)
+    n_tokens, n_layers = first.report.prompt_tokens, engine.model.n_layers
+    (before,) = engine.prefixes._sequences  # noqa: SLF001
+    saved = [before.entries.of_layer(layer, n_tokens) for layer in range(n_layers)]
+    saved = [(keys.clone(), values.clone()) for keys, values in saved]
+    stream = engine.stream(
+        f"{history}{first.text}\nQuestion: {RECORDS[2].question}\nAnswer:", max_new_tokens=8
+    )
+    second = "".join(stream) and stream.report
+    assert second.recompute_ratio > 0 and second.prefix_tokens > n_tokens and second.ran == "prefix"
+    (after,) = engine.prefixes._sequences  # noqa: SLF001
+    assert after is not before
+    for layer, sides in enumerate(saved):
+        for mine, theirs in zip(after.entries.of_layer(layer, n_tokens), sides, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["reuse", "epic", "samkv-guided"])
