@@ -148,5 +148,7 @@ def force(request: Request, follow: Sequence[int]) -> tuple[Tensor, Report]:
     """
     begun = first_token(request)
     decoder = Decoder(request.model, begun.cache, begun.layout.n_tokens)
+    if begun.kept is not None and follow:
+        request.drop(begun.kept)  # its tensors grow
     logits = torch.stack([begun.logits, *map(decoder.step, follow)]).float().cpu()
     return logits, begun.report

@@ -387,6 +387,7 @@ class Engine:
         self, prompt: Prompt, chunks: Sequence[str] | None, settings: AnswerSettings
     ) -> Resolved:
         """The tokens of a prompt and its chunks, whose caches are not opened yet."""
+        generation = self.model.identity.look()
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
         self.prefixes.follow(since)
         window = settings.window_of(self.model)
@@ -397,7 +398,8 @@ class Engine:
             self._reader.see_announced(found, must_hold=settings.on_miss == "error")
         return Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
-            outage=self.chunks.outage, on_miss=settings.on_miss, since=since, hot=self.chunks.hot,
+            outage=self.chunks.outage, on_miss=settings.on_miss, since=since, generation=generation,
+            hot=self.chunks.hot,
         )  # fmt: skip
 
     def request(

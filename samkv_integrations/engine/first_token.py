@@ -152,7 +152,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     is_follow_up = kept.is_follow_up and n_held == kept.n_tokens
 
     # blend, or compute in full
-    n_counted = n_held if is_follow_up else 0
+    # up to the end of what was asked before: how much more is in memory may hang on others
+    n_counted = kept.sequence.n_asked_in(n_held) if is_follow_up and kept.sequence else 0
     if missed and costs is not None:
         lengths = [len(ids) for ids in missed]  # whole chunks, of which the prompt may hold a part
         both_s = costs.chunks_s(lengths, len(prefix_ids))
@@ -229,7 +230,7 @@ def _left(
     elif n_exact == n_held and int(layout.context_positions[0]) >= n_held + LEAST:
         n_exact = int(layout.context_positions[0])  # fewer may be computed faster, not exactly
 
-    n_before = prompts[-1].stop if prompts else 0
+    n_before = max(n_held, prompts[-1].stop if prompts else 0)
     begins = (
         max(n_before, run.position)
         for chunk in resolved.chunks for run in chunk.runs if n_before < run.span.stop
@@ -345,7 +346,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         if choice.held is not None:
             from_cache[: choice.n_held] = choice.held.from_cache[: choice.n_held]
         is_computed = last_plan.computed.all(0) | layout.uncached[layout.context_positions]
-        from_cache[layout.context_positions] = ~is_computed
+        # nor are exact ones computed again for a later question
+        is_given = is_computed | layout.exact[layout.chunk_of_token]
+        from_cache[layout.context_positions] = ~is_given
         if choice.held is not None and len(choice.again):
             cache.lend(choice.again, choice.held.entries)
         kept = _kept(request, choice, cache, from_cache, choice.prompts)
@@ -410,7 +413,8 @@ def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: Pass
     again = plan.computed | layout.uncached[layout.context_positions]
     made_now = torch.tensor(is_new, dtype=torch.bool)[of_context]
     computed = int((again | made_now).sum()) / model.n_layers
-    computed += sum(n for number, n in from_memory.items() if is_new[number]) + len(choice.again)
+    computed += sum(n for number, n in from_memory.items() if is_new[number])
+    computed += sum(not is_new[number] for number in chunk_of_token[choice.again].tolist())
     n_context, n_in_memory = int(is_of_chunk.sum()), from_memory.total()
     computed += n_context - n_in_memory - layout.n_context  # with the prompt, without a cache
     n_exact = int(is_of_chunk[: min(n_held, choice.n_exact)].sum()) + int(

@@ -60,13 +60,21 @@ class KeptSequence(Generic[Entries]):
         return (
             n_common >= n_most
             and self.n_exact >= min(other.n_exact, n_common)
-            and set(other.prompts) <= set(self.prompts)
+            and all(each.stop <= n_common for each in other.prompts)  # and not others as long
+            and self.prompts[: len(other.prompts)] == other.prompts
+            # what a later question changed, chunks computed again included, lies behind
+            and all(each.start >= n_most for each in self.prompts[len(other.prompts) :])
             and (self.way == other.way or other.n_exact >= n_most)
         )
 
     def n_prompts_in(self, n_tokens: int) -> int:
         """How many of its prompts end within the first ``n_tokens``."""
         return sum(prompt.stop <= n_tokens for prompt in self.prompts)
+
+    def n_asked_in(self, n_tokens: int) -> int:
+        """Tokens up to the end of the last of these prompts; 0 without one."""
+        n_prompts = self.n_prompts_in(n_tokens)
+        return self.prompts[n_prompts - 1].stop if n_prompts else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +93,9 @@ class Match(Generic[Entries]):
 class Wanted:
     """What a prompt may go on from.
 
-    token_ids: (T,) of the prompt. first_chunk: position of its first chunk, T without one. n_asked:
-    tokens up to the end of what is asked: without a template's opening of the answer.
+    token_ids: (T,) of the prompt. first_chunk: position of its first chunk, T without one.
+    chunk_starts: positions of the runs of all its chunks, in order. n_asked: tokens up to the end
+    of what is asked: without a template's opening of the answer.
     made_by, way, deletion: see `KeptSequence`.
     """
 
@@ -96,6 +105,7 @@ class Wanted:
     token_ids: Ids
     first_chunk: int
     n_asked: int
+    chunk_starts: tuple[int, ...] = ()
 
 
 def common(one: Ids, other: Ids) -> int:
@@ -133,24 +143,31 @@ class KeptSequences(Generic[Entries]):
         entries of other methods. Any other prompt takes the tokens before its first chunk and
         before the sequence's, so that no answer depends on what others have asked.
         """
-        return self._longest(wanted, _to_go_on_from)
+        return self._longest(wanted, _to_go_on_from, prefers_own=True)
 
     def exact(self, wanted: Wanted) -> Match[Entries]:
         """The longest beginning of a prompt whose entries equal full prefill's."""
-        return self._longest(wanted, _exact)
+        return self._longest(wanted, _exact, prefers_own=False)
 
     def _longest(
-        self, wanted: Wanted, usable: Callable[[KeptSequence[Entries], Wanted], tuple[int, bool]]
-    ) -> Match[Entries]:
-        best = Match[Entries]()
+        self, wanted: Wanted, usable: Callable[[KeptSequence[Entries], Wanted], tuple[int, bool]],
+        *, prefers_own: bool,
+    ) -> Match[Entries]:  # fmt: skip
+        best, best_rank = Match[Entries](), (False, False, LEAST)
         with self._lock:
             for each in self._sequences:
                 if (each.made_by, each.deletion) != (wanted.made_by, wanted.deletion):
                     continue
                 n_tokens, is_follow_up = usable(each, wanted)
                 n_tokens = min(n_tokens, len(wanted.token_ids) - 1)  # the last gives the logits
-                if n_tokens >= max(LEAST, best.n_tokens):
-                    best = Match(sequence=each, n_tokens=n_tokens, is_follow_up=is_follow_up)
+                # what others have asked takes no conversation's place, however much it shares
+                is_own = is_follow_up and each.way == wanted.way
+                rank = (is_own, is_follow_up, n_tokens) if prefers_own else (False, False, n_tokens)
+                if n_tokens >= LEAST and rank >= best_rank:
+                    best, best_rank = (
+                        Match(sequence=each, n_tokens=n_tokens, is_follow_up=is_follow_up),
+                        rank,
+                    )
             if best.sequence is not None:
                 self._sequences.remove(best.sequence)
                 self._sequences.append(best.sequence)
@@ -165,6 +182,7 @@ class KeptSequences(Generic[Entries]):
             return False
         with self._lock:
             if new.n_bytes > self.max_bytes:
+                self._drop(new.entries)  # its prompt, whose tensors have grown with the answer
                 if not self._has_warned:
                     self._has_warned = True
                     _log.warning(
@@ -179,6 +197,14 @@ class KeptSequences(Generic[Entries]):
             while self._n_bytes() > self.max_bytes:
                 self._sequences.pop(0)
         return True
+
+    def drop(self, entries: Entries) -> None:
+        """Drop the sequences with these entries."""
+        with self._lock:
+            self._drop(entries)
+
+    def _drop(self, entries: Entries) -> None:
+        self._sequences = [each for each in self._sequences if each.entries is not entries]
 
     def follow(self, deletion: int) -> None:
         """Drop what was made before a deletion. deletion: `Chunks.deletions` now, -1 if unknown."""
@@ -204,6 +230,10 @@ def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int
     prompts, n_prompts = sequence.prompts, sequence.n_prompts_in(n_contained)
     if n_prompts < len(prompts):  # what was blended for a prompt that is not contained is not taken
         n_common = min(n_common, prompts[n_prompts].start)
+        if n_prompts:  # nor what was text there, and is a chunk of the prompt
+            n_before = prompts[n_prompts - 1].stop
+            own = (start for start in wanted.chunk_starts if start >= n_before)
+            n_common = min(n_common, next(own, n_common))
     if not n_prompts:
         n_common = min(n_common, wanted.first_chunk, sequence.n_exact)
     return n_common, n_prompts > 0

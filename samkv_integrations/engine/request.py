@@ -20,7 +20,7 @@ from samkv_integrations.engine.kept_sequences import KeptSequence, KeptSequences
 from samkv_integrations.engine.options import OwnAnswerOptions, check_options
 from samkv_integrations.engine.report import Report, Stage
 from samkv_integrations.engine.working_cache import FirstEntries, WorkingCache
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import InvalidOption, UnknownOption, UnsupportedModel
 from samkv_integrations.eviction import Eviction
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.model.model import Model
@@ -92,6 +92,7 @@ class Request:
     The rest is for tokens after the first. end_ids: tokens that end the answer. form: the JSON
     schema that it keeps to. announce_s: seconds that announcements took for chunks of the prompt.
     began, asked: when the caller asked, and when the prompt had been read (`time.perf_counter`).
+    n_held: first tokens that were in memory when it was last looked up.
     stages: those that have ended, in order; they do not overlap.
     """
 
@@ -111,6 +112,7 @@ class Request:
     announce_s: float = 0.0
     began: float = 0.0
     asked: float = 0.0
+    n_held: int = 0
     stages: list[Stage] = field(default_factory=list)
 
     @property
@@ -163,6 +165,9 @@ class Request:
             made_by=self.chunks.fingerprint.computed_by, way=self.way,
             deletion=self.resolved.since, token_ids=self.token_ids,
             first_chunk=self.resolved.first_chunk, n_asked=self.n_asked,
+            chunk_starts=tuple(
+                run.position for chunk in self.resolved.chunks for run in chunk.runs
+            ),
         )  # fmt: skip
         if is_exact or not self.method.recompute.uses_caches:
             return self.prefixes.exact(wanted)
@@ -177,12 +182,26 @@ class Request:
         n_held = found.n_tokens
         if not self.goes_on_in_chunks:
             n_held = min(n_held, self.resolved.first_chunk)
+        self.n_held = n_held
         self.resolved.open(behind=n_held)
         return found, n_held
 
     def keep(self, sequence: KeptSequence[FirstEntries]) -> bool:
         """Keep what was computed, for later prompts; returns whether there was room."""
-        return self.prefixes is not None and self.prefixes.keep(sequence)
+        return self.prefixes is not None and self.has_same_model and self.prefixes.keep(sequence)
+
+    @property
+    def has_same_model(self) -> bool:
+        """Whether the model is still what it was when the prompt was read."""
+        try:
+            return self.model.identity.look() == self.resolved.generation
+        except UnsupportedModel:
+            return False
+
+    def drop(self, sequence: KeptSequence[FirstEntries]) -> None:
+        """Keep the entries of a sequence no longer."""
+        if self.prefixes is not None:
+            self.prefixes.drop(sequence.entries)
 
     def free_kept(self) -> None:
         """Free the memory of kept sequences."""

@@ -138,7 +138,7 @@ class RunningAnswer:
         n_prompt = len(request.resolved.token_ids)
         cached = [one.n_tokens for one in request.resolved.chunks if one.stored is not None]
         share = request.method.recompute.most_ratio(sum(cached), len(cached))
-        self.n_computed = n_prompt - int((1 - share) * sum(cached))
+        self.n_computed = max(1, n_prompt - request.n_held - int((1 - share) * sum(cached)))
         self.kv_bytes = (n_prompt + request.capacity) * request.model.token_kv_bytes  # at most
         self.pieces = Pieces()
         self.is_complete = self.is_abandoned = False
@@ -254,7 +254,8 @@ class RunningAnswer:
         request, prompt = self.request, self._kept
         self.decoder.cache.put_back()
         n_decoded = self.decoder.position - len(prompt.token_ids)
-        token_ids = np.append(prompt.token_ids, self._tokens[:n_decoded])
+        answered = np.array(self._tokens[:n_decoded], np.int64)
+        token_ids = np.append(prompt.token_ids, answered)
         from_cache = np.append(prompt.from_cache, np.zeros(n_decoded, np.bool_))
         is_exact = prompt.n_exact == len(prompt.token_ids) and not request.model.decodes_packed
         kept = replace(
@@ -266,7 +267,10 @@ class RunningAnswer:
 
     def fail(self, error: BaseException) -> None:
         """Pass ``error`` to the reader, after the pieces that are there."""
-        self.is_complete, self._kept = True, None
+        self.is_complete = True
+        if self._kept is not None:  # its tensors have grown with the answer
+            self.request.drop(self._kept)
+            self._kept = None
         if self.decoder is not None:
             self._put("")  # the figures so far
         if isinstance(error, torch.OutOfMemoryError):

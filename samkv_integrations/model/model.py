@@ -315,11 +315,14 @@ class Model:
 
     @cached_property
     def answer_opening(self) -> tuple[int, ...]:
-        """Token ids that the chat template writes behind the messages, for an answer to begin.
+        """Last token ids of a chat prompt that a later prompt may not hold in their place.
 
-        A later prompt may hold others there: templates leave out empty thoughts of earlier turns.
+        Behind the messages templates write an opening for the answer to begin, and leave empty
+        thoughts out of earlier turns. What they write before an earlier answer, too, is no part of
+        it, but for the last token, which may merge with the answer.
         """
         message = [{"role": "user", "content": "a"}]
+        answered = [*message, {"role": "assistant", "content": "b"}]
         try:
             with_it, without = (
                 self.tokenizer.apply_chat_template(
@@ -327,10 +330,19 @@ class Model:
                 )
                 for opens in (True, False)
             )
+            later: str = self.tokenizer.apply_chat_template(answered, tokenize=False)
         except Exception:  # templates raise whatever their author chose
             return ()
         opening = with_it.removeprefix(without)
-        return () if opening == with_it else tuple(self.tokenize(opening, special=True))
+        if opening == with_it:
+            return ()
+        ids = self.tokenize(opening, special=True)
+        in_history = self.tokenize(later.removeprefix(without), special=True)
+        n_same = next(
+            (at for at, pair in enumerate(zip(ids, in_history, strict=False)) if len({*pair}) > 1),
+            min(len(ids), len(in_history)),
+        )
+        return tuple(ids[max(0, n_same - 1) :])
 
     def render_chat(self, messages: Sequence[dict[str, str]] | Chat) -> RenderedPrompt:
         """The prompt of ``messages`` (``role``, ``content``), ready for an answer.

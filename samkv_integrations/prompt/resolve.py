@@ -28,7 +28,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     chunks: of the prompt; `open` looks up their caches in ``hot`` and ``store``, as ``fingerprint``
     asks.
     on_miss: ``error`` raises for a miss; else the tokens of the chunk are computed.
-    since: `Chunks.deletions` before the prompt was read.
+    since: `Chunks.deletions` before the prompt was read; generation: `Identity.look` then.
     misses: reason -> number of chunks without a usable cache. missed: keys of these chunks.
     bytes_lost: read from caches that failed.
     """
@@ -41,10 +41,12 @@ class Resolved(AbstractContextManager["Resolved"]):
     outage: Outage
     on_miss: OnMiss
     since: int
+    generation: int
     _found: dict[tuple[int, ...], StoredChunk | CacheMiss] = field(default_factory=dict)
     misses: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
     bytes_lost: int = 0
+    _behind: int = 0  # what was opened last
 
     @property
     def opened(self) -> list[StoredChunk]:
@@ -68,7 +70,7 @@ class Resolved(AbstractContextManager["Resolved"]):
 
         Raises ChunkNotCached if ``on_miss`` is ``error`` and one has no usable cache.
         """
-        store, made_by = self.store, self.fingerprint
+        store, made_by, self._behind = self.store, self.fingerprint, behind
         wanted = [
             chunk for chunk in self.chunks
             if chunk.runs[-1].span.stop > behind and chunk.token_ids not in self._found
@@ -123,7 +125,8 @@ class Resolved(AbstractContextManager["Resolved"]):
         """Give missed chunks the caches that have just been computed; ``made``: by token ids."""
         for chunk in self.chunks:
             if chunk.stored is None and (stored := made.get(chunk.token_ids)) is not None:
-                chunk.stored, chunk.key, chunk.computed_now = stored, stored.key, True
+                chunk.stored, chunk.key = stored, stored.key
+                chunk.computed_now = chunk.runs[-1].span.stop > self._behind
 
     def lose(self, lost: StoredChunk, miss: CacheMiss) -> None:
         """Turn a cache that failed while it was read into a miss, wherever its chunk occurs.

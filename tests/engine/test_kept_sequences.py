@@ -160,7 +160,28 @@ def test_a_turn_takes_the_place_of_the_turn_before() -> None:
     assert found(index.go_on(wanted(PROMPT + ANSWER + NEXT))) == (len(PROMPT + ANSWER) - 2, True)
 
 
+def test_another_prompt_takes_exact_entries_only() -> None:
+    """A short beginning may have been computed in a faster and less exact way."""
+    rounded = sequence(n_exact=LEAST + 1)
+    assert found(index_of(rounded).go_on(wanted(HEAD + CHUNK + NEXT))) == (LEAST + 1, False)
+
+
+def test_the_own_conversation_comes_before_a_longer_one_of_another_method() -> None:
+    asked = wanted(PROMPT + ANSWER + NEXT)
+    own, other = sequence(PROMPT + ANSWER[:4]), sequence(way="reuse", n_exact=len(PROMPT + ANSWER))
+    assert index_of(own, other).go_on(asked).sequence is own
+
+
+def test_tensors_that_have_grown_beyond_the_budget_are_not_held() -> None:
+    """Those of the prompt alone were small enough."""
+    index = Index(15)
+    assert index.keep(sequence(PROMPT, entries="growing"))
+    assert not index.keep(sequence(entries="growing", n_bytes=16))
+    assert index.n_bytes == 0
+
+
 KEPT_BESIDE = {
+    "another prompt of the same length": {"prompts": (range(len(HEAD), len(PROMPT) - 1),)},
     "a branch": {"token_ids": [*PROMPT, *ANSWER[:2], *NEXT]},
     "another method": {"way": "reuse"},
     "what is exact": {"n_exact": len(PROMPT), "way": "recompute"},
@@ -190,7 +211,7 @@ def test_what_is_larger_than_the_budget_is_not_kept_and_this_is_said_once(
 ) -> None:
     index = Index(15)
     with caplog.at_level(logging.WARNING):
-        assert index.keep(sequence(CHUNK))
+        assert index.keep(sequence(CHUNK, entries="second"))
         for _ in range(2):
             assert not index.keep(sequence(n_bytes=16))
     assert index.n_bytes == 10

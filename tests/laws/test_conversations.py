@@ -18,10 +18,11 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer
 from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.model.model import Model
 from tests.support.asking import ask
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, TOLERANCE, changed, engine_of
-from tests.support.models import FAMILIES, OTHER_FAMILIES
+from tests.support.models import FAMILIES, OTHER_FAMILIES, byte_tokenizer, hf_model
 from tests.support.records import RECORDS, TEXTS, builtin
 
 ROOM = 2**26
@@ -262,6 +263,26 @@ def test_a_prompt_is_answered_alike_after_a_hundred_others(method: str) -> None:
         assert found.report.ran == expected.report.ran
         assert found.report.recompute_ratio == expected.report.recompute_ratio
         fresh.prefixes.clear()
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>(no thoughts){% endif %}"
+)
+
+
+def test_a_template_that_leaves_out_empty_thoughts_is_followed() -> None:
+    """As Qwen3's does: no later prompt contains the whole earlier one."""
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = THINKS
+    engine = Engine(Model(hf_model("llama"), tokenizer, "thinks"), method="reuse", block_size=8)
+    engine.cache_chunks(CHUNKS)
+    messages = [{"role": "user", "content": "\n\n".join(CHUNKS) + "\n\nWhy?"}]
+    first = engine.generate(messages, max_new_tokens=4)
+    messages += [{"role": "assistant", "content": "So."}, {"role": "user", "content": "And who?"}]
+    second = engine.generate(messages, max_new_tokens=4)
+    assert second.report.prefix_tokens >= first.report.prompt_tokens - len("(no thoughts)") - 1
+    assert (second.report.reused, second.report.prefix_chunks) == (0, len(CHUNKS))
 
 
 # -- deletions -----------------------------------------------------------------------------------
