@@ -139,7 +139,7 @@ class KeptSequences(Generic[Entries]):
     def go_on(self, wanted: Wanted) -> Match[Entries]:
         """The longest beginning of a prompt that its method may go on from.
 
-        A follow-up takes what its own method made, up to the first token that differs, and exact
+        A follow-up takes what its own method made, up to the first token that differs, else exact
         entries of other methods. Any other prompt takes the tokens before its first chunk and
         before the sequence's, so that no answer depends on what others have asked.
         """
@@ -164,10 +164,8 @@ class KeptSequences(Generic[Entries]):
                 is_own = is_follow_up and each.way == wanted.way
                 rank = (is_own, is_follow_up, n_tokens) if prefers_own else (False, False, n_tokens)
                 if n_tokens >= LEAST and rank >= best_rank:
-                    best, best_rank = (
-                        Match(sequence=each, n_tokens=n_tokens, is_follow_up=is_follow_up),
-                        rank,
-                    )
+                    best_rank = rank
+                    best = Match(sequence=each, n_tokens=n_tokens, is_follow_up=is_follow_up)
             if best.sequence is not None:
                 self._sequences.remove(best.sequence)
                 self._sequences.append(best.sequence)
