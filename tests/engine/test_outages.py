@@ -207,7 +207,9 @@ CHILD = f"from {__name__} import ask_with_few_descriptors as ask; ask(*__import_
 
 def ask_with_few_descriptors(folder: str, n_left: str) -> None:
     """Ask under a limit of 64, of which ``n_left`` are not in use; the reports, as JSON lines."""
-    engine = Engine(tiny_model("llama"), ChunkStore(folder), method="reuse", block_size=8)
+    engine = Engine(
+        tiny_model("llama"), ChunkStore(folder), method="reuse", block_size=8, prefix_bytes=0
+    )
     prompt = "\n\n".join([*many_chunks(), NEW, "Q?"])
     engine.generate(prompt, max_new_tokens=2, temperature=1.0, on_miss="text")  # all is imported
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
