@@ -168,7 +168,7 @@ def kill_the_bucket(world: World) -> Load:
     ChunkStore(world.serving / "kv", max_bytes=LOCAL_BYTES)
     with serving(
         "--collection", NAME, "--dir", str(world.serving), *world.shared, *OF_MODEL,
-        "--method", "reuse", "--grace", "5",
+        "--method", "reuse", "--grace", "5", "--prefix-bytes", "0",  # chunks are read each time
     ) as address:  # fmt: skip
         questions = [record.question for record in ASKED]
         with Load(address, questions, n_clients=4, top_k=TOP_K) as load:
