@@ -80,7 +80,7 @@ class Choice:
     these chunks.
     held: has the entries of the first ``n_held`` tokens; those at the positions ``again`` are
     computed again, for this answer alone.
-    n_exact, prompts: of the sequence that the pass leaves, see `KeptSequence`.
+    n_exact, prompts, turns: of the sequence that the pass leaves, see `KeptSequence`.
     stays: whether the working cache will hold the entries of all tokens at all layers.
     fingerprint: of what is computed.
     """
@@ -96,6 +96,7 @@ class Choice:
     again: Tensor
     n_exact: int
     prompts: tuple[range, ...]
+    turns: tuple[int, ...]
     stays: bool
     fingerprint: Fingerprint
 
@@ -181,10 +182,17 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if is_follow_up and kept.sequence is not None:
         again = _again(request, kept.sequence, n_held)
     n_exact, prompts = _left(request, layout, kept.sequence, n_held, is_full_prefill)
+    turns: tuple[int, ...] = (n_held,)
+    if kept.sequence is not None:
+        n_before = kept.sequence.n_prompts_in(n_held)
+        begins = kept.sequence.turn_in(n_held, request.n_asked)
+        turns = (*kept.sequence.turns[:n_before], begins)
+    if len(again):  # all that is new hangs on what this question has had computed again
+        prompts = (*prompts[:-1], range(min(turns[-1], prompts[-1].start), prompts[-1].stop))
     return Choice(
         missed=missed, whole=whole, method=method, eviction=rule, layout=layout, opened=opened,
         held=kept.sequence if n_held else None, n_held=n_held, again=again, n_exact=n_exact,
-        prompts=prompts,
+        prompts=prompts, turns=turns,
         stays=rule is None and method.select.keeps_all and method.attend is None,
         fingerprint=fingerprint,
     )  # fmt: skip
@@ -193,8 +201,8 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
 def _again(request: Request, source: KeptSequence[FirstEntries], n_held: int) -> Tensor:
     """Positions of tokens in memory that a follow-up's question needs computed again, in order."""
     resolved, made_by, none = request.resolved, request.chunks.fingerprint, torch.empty(0).long()
-    asked = range(n_held, request.n_asked)
-    if len(asked) <= 1:  # the same question again
+    asked = range(source.turn_in(n_held, request.n_asked), request.n_asked)
+    if not asked or not asked.start:
         return none
     parts = [
         ChunkPart(
@@ -371,7 +379,7 @@ def _kept(
         made_by=choice.fingerprint.computed_by, way=request.way,
         deletion=request.resolved.since, token_ids=request.token_ids[:n_tokens],
         n_exact=min(choice.n_exact, n_tokens), from_cache=from_cache, prompts=prompts,
-        entries=entries, n_bytes=entries.n_bytes,
+        turns=choice.turns if prompts else (), entries=entries, n_bytes=entries.n_bytes,
     )  # fmt: skip
     return made if len(choice.again) or request.keep(made) else None
 

@@ -40,6 +40,7 @@ class KeptSequence(Generic[Entries]):
     prompts: of each prompt of the conversation, from its first new chunk to the end of what was
         asked. Entries there depend on that question.
     entries: as the engine holds them; n_bytes: their size.
+    turns: of each prompt, where its own tokens begin: behind the answer before.
     """
 
     made_by: str
@@ -51,6 +52,7 @@ class KeptSequence(Generic[Entries]):
     prompts: tuple[range, ...]
     entries: Entries
     n_bytes: int
+    turns: tuple[int, ...] = ()
 
     def covers(self, other: KeptSequence[Entries]) -> bool:
         """Whether it serves every prompt that ``other`` serves, but for its last few tokens."""
@@ -75,6 +77,15 @@ class KeptSequence(Generic[Entries]):
         """Tokens up to the end of the last of these prompts; 0 without one."""
         n_prompts = self.n_prompts_in(n_tokens)
         return self.prompts[n_prompts - 1].stop if n_prompts else 0
+
+    def turn_in(self, n_tokens: int, n_asked: int) -> int:
+        """Where the own tokens of a prompt begin that takes the first ``n_tokens`` of these.
+
+        Its question, up to ``n_asked``, may begin like that of another branch, or be the same. It
+        is all of it if no earlier prompt is contained: then it is a first one.
+        """
+        n_earlier = sum(of.stop <= n_tokens and of.stop < n_asked for of in self.prompts)
+        return min((n_tokens, *self.turns[n_earlier:][:1])) if n_earlier else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +240,7 @@ def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int
     if n_prompts < len(prompts):  # what was blended for a prompt that is not contained is not taken
         n_common = min(n_common, prompts[n_prompts].start)
         if n_prompts:  # nor what was text there, and is a chunk of the prompt
-            n_before = prompts[n_prompts - 1].stop
+            n_before = max((prompts[n_prompts - 1].stop, *sequence.turns[n_prompts:][:1]))
             own = (start for start in wanted.chunk_starts if start >= n_before)
             n_common = min(n_common, next(own, n_common))
     if not n_prompts:

@@ -182,6 +182,7 @@ def test_tensors_that_have_grown_beyond_the_budget_are_not_held() -> None:
 
 KEPT_BESIDE = {
     "another prompt of the same length": {"prompts": (range(len(HEAD), len(PROMPT) - 1),)},
+    "another question of as many tokens": {"token_ids": [*PROMPT[:-3], 7, 8, 9, ANSWER[0]]},
     "a branch": {"token_ids": [*PROMPT, *ANSWER[:2], *NEXT]},
     "another method": {"way": "reuse"},
     "what is exact": {"n_exact": len(PROMPT), "way": "recompute"},

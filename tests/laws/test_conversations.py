@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.engine.costs import CostModel
 from samkv_integrations.engine.report import Report
 from samkv_integrations.engine.stream import Answer
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.model.model import Model
 from tests.support.asking import ask
 from tests.support.covering import covering
-from tests.support.laws import CHUNKS, TOLERANCE, changed, engine_of
+from tests.support.laws import CHUNKS, TOLERANCE, changed, engine_of, words
 from tests.support.models import FAMILIES, OTHER_FAMILIES, byte_tokenizer, hf_model
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -283,6 +284,93 @@ def test_a_template_that_leaves_out_empty_thoughts_is_followed() -> None:
     second = engine.generate(messages, max_new_tokens=4)
     assert second.report.prefix_tokens >= first.report.prompt_tokens - len("(no thoughts)") - 1
     assert (second.report.reused, second.report.prefix_chunks) == (0, len(CHUNKS))
+
+
+PAIRS = CostModel(layer_s=0, token_s=0, pair_s=1, entry_s=0, read_s=0)
+"""By which `auto` blends what has half of its tokens in memory, and no first prompt."""
+
+
+def test_what_others_left_does_not_decide_whether_a_prompt_is_blended() -> None:
+    engine, head = engine_of("llama", 16, prefix_bytes=ROOM), words(9, 150)
+    engine.costs = PAIRS
+    prompts = [f"{head}\n\n{CHUNKS[0]}\n\nQ: {question}?" for question in ("why", "who", "what")]
+    ran = [engine.generate(each, CHUNKS[:1], max_new_tokens=1).report.ran for each in prompts]
+    assert ran == ["recompute", "prefix", "prefix"]
+
+
+def test_what_its_own_conversation_left_does() -> None:
+    engine, head = engine_of("llama", 16, prefix_bytes=ROOM), words(9, 150)
+    engine.costs = PAIRS
+    engine.generate(head, max_new_tokens=1)
+    prompt = f"{head}\n\n{CHUNKS[0]}\n\nQ: why?"
+    assert engine.generate(prompt, CHUNKS[:1], max_new_tokens=1).report.ran == "samkv-guided"
+
+
+LONG = [words(100, 200), words(101, 150)]
+OF_LONG = f"Read:\n\n{LONG[0]}\n\n{LONG[1]}\n\nQ: who?"
+NAMED = f"{OF_LONG} Yes.\nQ: what of {LONG[0][40:54]}"
+
+
+def asked_of_long() -> Engine:
+    engine = engine_of("llama", 8, prefix_bytes=ROOM)
+    engine.cache_chunks(LONG)
+    engine.generate(OF_LONG, LONG, max_new_tokens=1, method="samkv-guided")
+    return engine
+
+
+def test_what_was_computed_for_a_question_is_known() -> None:
+    """So that no later question has it computed again."""
+    engine = engine_of("llama", 8, prefix_bytes=ROOM)
+    engine.cache_chunks(LONG)
+    report = engine.generate(OF_LONG, LONG, max_new_tokens=1, method="samkv-guided").report
+    (kept,) = engine.prefixes._sequences  # noqa: SLF001
+    n_computed = report.recompute_ratio * report.context_tokens
+    assert int(kept.from_cache.sum()) == pytest.approx(report.context_tokens - n_computed)
+    assert n_computed > 8 * len(LONG)
+
+
+def test_what_an_answer_had_computed_again_is_not_taken_while_it_goes_on() -> None:
+    edited, alone, among = f"{NAMED}, and why?", asked_of_long(), asked_of_long()
+    with among.stream(NAMED, LONG, method="samkv-guided", max_new_tokens=200) as stream:
+        assert stream.report.recompute_ratio > 0 and stream.finish_reason is None
+        found, expected = (
+            ask(each, edited, LONG, "samkv-guided").first.logits for each in (among, alone)
+        )
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_same_question_again_is_answered_alike(is_chat: bool) -> None:
+    """Regression: what a later one names was computed again the first time only."""
+    engine = engine_of("llama", 8, prefix_bytes=ROOM)
+    engine.cache_chunks(LONG)
+    first: Any = [{"role": "user", "content": OF_LONG}] if is_chat else OF_LONG
+    later: Any = NAMED
+    if is_chat:
+        asked = {"role": "user", "content": f"Q: what of {LONG[0][40:54]}"}
+        later = [*first, {"role": "assistant", "content": "Yes."}, asked]
+    for prompt in (first, later):
+        once, *others = (
+            engine.generate(prompt, max_new_tokens=12, method="samkv-guided") for _ in range(3)
+        )
+        assert {each.text for each in others} == {once.text}
+        is_again = prompt is later and once.report.recompute_ratio > 0
+        assert {each.report.recompute_ratio > 0 for each in others} == {is_again}
+    assert is_again
+
+
+@pytest.mark.parametrize("eviction", ["quest", "streaming-llm", "snapkv"])
+def test_an_eviction_chooses_among_chunks_as_if_nothing_were_in_memory(eviction: str) -> None:
+    """`auto`, which computes the prompt in full, while exact entries of its chunks are there."""
+    prompt, reports = "Read.\n\n" + "\n\n".join(CHUNKS) + "\n\nQ: what?", []
+    for is_warm in (False, True):
+        engine = engine_of("llama", 16, prefix_bytes=ROOM)
+        if is_warm:
+            engine.generate(prompt, CHUNKS, max_new_tokens=1, method="recompute", eviction="none")
+        answer = engine.generate(prompt, CHUNKS, max_new_tokens=6, eviction=eviction)
+        kept = answer.report.kept_ratio, answer.report.decode_kv_bytes
+        reports.append((answer.text, *kept, answer.report.ran in ("recompute", "prefix")))
+    assert reports[0] == reports[1] and reports[0][-1]
 
 
 # -- deletions -----------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ class EntryFormat:
 
     def _codes(self, side: Tensor) -> Tensor:
         """(T, bytes) -> (T, G, D) codes, float32."""
-        packed = side.view(len(side), self.n_kv_heads, -1)
+        packed = side.view(len(side), self.n_kv_heads, side.shape[1] // self.n_kv_heads)
         if self.bits == 8:
             return packed.float()
         shape, half = (len(side), self.n_kv_heads, self.head_dim), self.head_dim // 2
