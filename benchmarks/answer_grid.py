@@ -35,11 +35,11 @@ from tqdm.auto import tqdm
 from benchmarks.commands import markdown_table as table
 from benchmarks.run_settings import hardware
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine.report import Report
-from samkv_integrations.formatting import to_json
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
+from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.prompt import rag_prompt
+from samkv_integrations.report import Report
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
 
 PARAGRAPHS = Path(__file__).parents[1] / "examples" / "paragraphs"
 

@@ -23,19 +23,19 @@ from benchmarks.question_sets import ANSWER_TOKENS
 from langchain_samkv import ChatSamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
-from samkv_integrations.cache.store import Store
-from samkv_integrations.engine.kept_sequences import common
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import AnswerOptions
-from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.engine.stream import AnswerStream
-from samkv_integrations.llm.tool_calls import takes_tools
-from samkv_integrations.model.model import Model
+from samkv_integrations.frameworks.tool_calls import takes_tools
+from samkv_integrations.plan.kept_sequences import common
+from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.report import Report
+from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.stream import AnswerStream
+from samkv_integrations.store.base import Store
 
 Document = tuple[str, str]
 """A line of title, and a text, which is the chunk."""

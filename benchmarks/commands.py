@@ -9,14 +9,14 @@ from typing import Any
 import typer
 import typer.core
 
-from samkv_integrations import formatting
+from samkv_integrations.cli import formatting
 from samkv_integrations.cli.app import USER_ERROR
+from samkv_integrations.cli.formatting import Row
 from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.errors import InvalidOption, SamkvError
-from samkv_integrations.formatting import Row
 from samkv_integrations.methods import METHODS
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""

@@ -45,16 +45,16 @@ from benchmarks.commands import STDOUT, TRUTH, command_line, loaded_model, markd
 from benchmarks.journal import Journal
 from benchmarks.right_table import rows_of
 from benchmarks.run_settings import hardware
-from samkv_integrations.cache.store import MemoryStore
+from samkv_integrations.cli.formatting import Row, commit
 from samkv_integrations.cli.loading import words
-from samkv_integrations.documents import read_text
-from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import UnknownOption
-from samkv_integrations.evaluation import Paired, is_right
-from samkv_integrations.formatting import Row, commit
+from samkv_integrations.ingest.documents import read_text
+from samkv_integrations.lab.evaluation import Paired, is_right
 from samkv_integrations.methods import get_method
 from samkv_integrations.methods.base import with_option
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.store.base import MemoryStore
 
 CONVERSATIONS = Path(__file__).with_name("data") / "conversations.jsonl"
 SEARCH_AGAIN = 4

@@ -24,13 +24,13 @@ from benchmarks.commands import STDOUT, command_line, markdown_table, write
 from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.run_settings import hardware
-from samkv_integrations.cache.disk import ChunkStore
+from samkv_integrations.cli.formatting import Row, commit
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import Paired, is_right
-from samkv_integrations.formatting import Row, commit
-from samkv_integrations.model.loading import load_model
+from samkv_integrations.lab.evaluation import Paired, is_right
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.store.disk import ChunkStore
 
 WAYS = {"unpacked": 0, "packed": 0, "packed, drafts": 7}
 """Label of each way -> its ``draft``."""

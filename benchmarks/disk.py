@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.store.disk import ChunkStore
 
 _BLOCK_BYTES = 1 << 20
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
-from samkv_integrations.cache.windows import ChunkIndex
-from samkv_integrations.model.loading import load_tokenizer
+from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.runtimes.transformers.model.loading import load_tokenizer
+from samkv_integrations.store.index import Entry, Index, IndexedChunks
+from samkv_integrations.store.windows import ChunkIndex
 
 SECRET = bytes(32)
 MADE_BY = Fingerprint(

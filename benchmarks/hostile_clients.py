@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.server_soak import KEYS, MAX_TOKENS, Asked, server_figures, two_tenants
-from samkv_integrations.formatting import commit
+from samkv_integrations.cli.formatting import commit
 
 N_NORMAL = 8
 LEAVES_AFTER_S = 2.0

@@ -19,14 +19,17 @@ from benchmarks import models
 from benchmarks import options as own
 from benchmarks.commands import command_line, counts, loaded_model, time_table
 from benchmarks.latency import check_counts, check_folder
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.store import MemoryStore
 from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli.formatting import Row, to_json
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.prefill import BATCH_TOKENS, DEVICE_BATCH_TOKENS
-from samkv_integrations.formatting import Row, to_json
-from samkv_integrations.model.model import Model
+from samkv_integrations.engine import Engine
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.prefill import (
+    BATCH_TOKENS,
+    DEVICE_BATCH_TOKENS,
+)
+from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.disk import ChunkStore
 
 
 def batches_of(model: Model, texts: Sequence[str]) -> list[list[str]]:

@@ -20,8 +20,8 @@ from selenium.webdriver.common.by import By
 
 from benchmarks.datasets import Question, load
 from samkv_integrations.cli.ask import show
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.inspection import Inspection, inspect
+from samkv_integrations.engine import Engine
+from samkv_integrations.lab.inspection import Inspection, inspect
 
 METHOD = "epic"
 WIDTH = 900

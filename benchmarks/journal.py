@@ -15,8 +15,8 @@ from typing import Any, Self, TextIO
 
 from filelock import FileLock
 
+from samkv_integrations.cli.formatting import Row
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.formatting import Row
 
 ROWS, RUN, LOCK = "rows.jsonl", "run.json", "lock"
 

@@ -25,11 +25,11 @@ from benchmarks.commands import STDOUT, command_line, loaded_model, markdown_tab
 from benchmarks.datasets import Question
 from benchmarks.journal import Journal
 from benchmarks.question_sets import questions_of
+from samkv_integrations.cli.formatting import commit
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import Paired, is_right
-from samkv_integrations.formatting import commit
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import Sampler, Sampling
+from samkv_integrations.lab.evaluation import Paired, is_right
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values (G, S, D) of each layer."""

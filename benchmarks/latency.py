@@ -21,16 +21,16 @@ from benchmarks.commands import TRUTH, command_line, counts, method_names, share
 from benchmarks.disk import require_cold
 from benchmarks.memory import Peak, peak_of
 from benchmarks.models import Words, device_name
-from samkv_integrations import formatting
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli import formatting
+from samkv_integrations.cli.formatting import Row
 from samkv_integrations.cli.loading import use_threads_for
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
-from samkv_integrations.formatting import Row
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.rag_template import rag_prompt
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store.disk import ChunkStore
 
 _QUESTIONS = ("What is the name of the river?", "What is the name of the road?")
 _BF16_BYTES = 2

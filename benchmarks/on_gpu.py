@@ -38,18 +38,18 @@ from benchmarks.commands import command_line
 from benchmarks.models import Words
 from benchmarks.run_settings import hardware
 from benchmarks.shapes import SHAPES
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.formats.quantise import EntryFormat
-from samkv_integrations.cache.store import MemoryStore
+from samkv_integrations.cli.formatting import Row, commit
 from samkv_integrations.cli.loading import words
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.static_step import Graphs
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.formatting import Row, commit
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.rag_template import rag_prompt
+from samkv_integrations.report import Report
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving.static_step import Graphs
+from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.disk import ChunkStore
 
 ROOT = Path(__file__).parents[1]
 TINY: Mapping[str, Any] = {

@@ -28,18 +28,18 @@ from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.right_table import FULL, summarise, table
 from benchmarks.run_settings import hardware
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.decode import Decoder, decode, force
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import AnswerSettings, Request
+from samkv_integrations.cli.formatting import Row, commit
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import is_right
-from samkv_integrations.formatting import Row, commit
+from samkv_integrations.lab.evaluation import is_right
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import Sampler, Sampling
+from samkv_integrations.plan.first_token import first_token
+from samkv_integrations.plan.request import AnswerSettings, Request
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode, force
+from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
+from samkv_integrations.store.disk import ChunkStore
 
 _Made = TypeVar("_Made")
 

@@ -17,10 +17,10 @@ import typer
 from benchmarks import plot as picture
 from benchmarks.commands import STDOUT, command_line, markdown_table, write
 from benchmarks.journal import ROWS
-from samkv_integrations.documents import read_text
+from samkv_integrations.cli.formatting import Row
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import Paired
-from samkv_integrations.formatting import Row
+from samkv_integrations.ingest.documents import read_text
+from samkv_integrations.lab.evaluation import Paired
 
 FULL = "recompute"
 

@@ -29,10 +29,10 @@ from benchmarks.question_sets import PACKAGES, questions_of
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
-from samkv_integrations.formatting import to_json
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
+from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.prompt import rag_prompt
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
 
 MAX_TOKENS = 32
 """Longest answer. To real text the model's are nonsense of this length, which is a harder test."""

@@ -34,12 +34,12 @@ from benchmarks.commands import TRUTH, command_line, counts, method_names, time_
 from benchmarks.datasets import load
 from benchmarks.latency import check_folder
 from benchmarks.run_settings import machine
-from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli import formatting
+from samkv_integrations.cli.formatting import Row
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.formatting import Row
 from samkv_integrations.methods import get_method
 from samkv_integrations.prompt import rag_prompt
 

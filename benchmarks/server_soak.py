@@ -36,12 +36,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.datasets import load
 from benchmarks.serve import serving
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.windows import MemoryIndex
-from samkv_integrations.formatting import commit
-from samkv_integrations.model import load_model
-from samkv_integrations.model.quoting import RenderedPrompt
+from samkv_integrations.cli.formatting import commit
 from samkv_integrations.prompt import rag_prompt
 from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.prompt.quoting import RenderedPrompt
+from samkv_integrations.runtimes.transformers.model import load_model
+from samkv_integrations.store.windows import MemoryIndex
 
 KEYS = {"red": "sk-soak-of-the-red-team", "blue": "sk-soak-of-the-blue-team"}
 METHODS = ("reuse", "samkv-guided", "recompute")

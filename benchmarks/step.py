@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from benchmarks.answer_grid import Texts
 from benchmarks.commands import STDOUT, command_line, counts, markdown_table, write
 from benchmarks.run_settings import hardware
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import AnswerSettings
-from samkv_integrations.model.gguf_file import smollm2
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.packed_weights import PackedLinear, Part
+from samkv_integrations.engine import Engine
+from samkv_integrations.plan.first_token import first_token
+from samkv_integrations.plan.request import AnswerSettings
+from samkv_integrations.runtimes.transformers.model.gguf_file import smollm2
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.packed_weights import PackedLinear, Part
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder
+from samkv_integrations.store.disk import ChunkStore
 
 STEPS = 64
 

@@ -47,8 +47,8 @@ from benchmarks.store_parts import (
     version_in,
 )
 from samkv_integrations import ChunkStore
-from samkv_integrations.cache import upkeep
 from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.store import upkeep
 
 OTHER = fingerprint("w1")
 """Of another model."""

@@ -49,7 +49,7 @@ from benchmarks.store_parts import (
     version_in,
 )
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache import upkeep
+from samkv_integrations.store import upkeep
 
 WRITERS = 2
 NAMESPACES = ("", "tenant")
@@ -301,7 +301,7 @@ def check_nothing_left(world: World, present: set[str]) -> int:
 
 @cache
 def _model():  # noqa: ANN202
-    from samkv_integrations.model import load_model
+    from samkv_integrations.runtimes.transformers.model import load_model
 
     return load_model("builtin", device="cpu", dtype="float32")
 

@@ -28,11 +28,11 @@ from benchmarks.commands import markdown_table as table
 from benchmarks.models import random_model
 from benchmarks.run_settings import machine
 from samkv_integrations import ChunkStore
-from samkv_integrations.cache import upkeep
-from samkv_integrations.cache.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
+from samkv_integrations.chunks.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
+from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.formatting import to_json
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store import upkeep
 
 HANG_S = 60.0
 """A process that takes longer than this for what takes milliseconds hangs."""

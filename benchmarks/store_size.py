@@ -36,9 +36,9 @@ from benchmarks.store_parts import (
     tiny_model,
 )
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.chunk import Fingerprint
+from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.model import Model
+from samkv_integrations.runtimes.transformers.model import Model
 
 REPEATS = 500
 WRITERS = 4

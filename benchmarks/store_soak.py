@@ -46,10 +46,10 @@ from benchmarks.store_parts import (
     strangers_in,
 )
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache import upkeep
 from samkv_integrations.errors import StoreError
-from samkv_integrations.model import Model, load_model
 from samkv_integrations.prompt import rag_prompt
+from samkv_integrations.runtimes.transformers.model import Model, load_model
+from samkv_integrations.store import upkeep
 
 METHOD = "reuse"
 """Its answers follow from the chunks' caches alone, and every entry of them is read."""

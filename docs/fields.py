@@ -12,9 +12,9 @@ from typing import Any
 
 import griffe
 
-from samkv_integrations.engine import options
-from samkv_integrations.model.sampling import DECLARED
+from samkv_integrations import options
 from samkv_integrations.option import Declared, declared
+from samkv_integrations.runtimes.transformers.sampling import DECLARED
 
 FIELD = re.compile(r"((?:[a-z]\w*)(?:, [a-z]\w*)*): (?=\S)")
 SECTION = re.compile(r"[A-Z][a-z]+:$")
@@ -33,7 +33,7 @@ class Fields(griffe.Extension):
 def table_of(path: str) -> str:
     """The table of the options that the class at ``path`` declares; empty for other objects."""
     module, _, name = path.rpartition(".")
-    if path == "samkv_integrations.model.sampling.SamplingOptions":
+    if path == "samkv_integrations.runtimes.transformers.sampling.SamplingOptions":
         found: Declared = DECLARED
     elif module == options.__name__ and name.endswith("Options"):
         found = declared(getattr(options, name))

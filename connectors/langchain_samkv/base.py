@@ -14,11 +14,9 @@ from langchain_core.runnables import RunnableSerializable
 from langchain_core.runnables.utils import AnyConfigurableField
 from pydantic import ConfigDict, Field, SecretStr
 
-from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.eviction import Eviction
-from samkv_integrations.llm.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
-from samkv_integrations.llm.local_llm import (
+from samkv_integrations.frameworks.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
+from samkv_integrations.frameworks.local_llm import (
     CALL_KWARGS,
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
@@ -27,7 +25,9 @@ from samkv_integrations.llm.local_llm import (
     known_options,
 )
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.model.sampling import check_option
+from samkv_integrations.runtimes.transformers.eviction import Eviction
+from samkv_integrations.runtimes.transformers.sampling import check_option
+from samkv_integrations.serving.stream import AnswerStream
 
 _NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}

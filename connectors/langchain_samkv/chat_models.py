@@ -32,9 +32,8 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
 from langchain_samkv.base import LocalModel
-from samkv_integrations.engine.stream import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.llm.tool_calls import (
+from samkv_integrations.frameworks.tool_calls import (
     ShownText,
     ToolCall,
     ToolUse,
@@ -42,6 +41,7 @@ from samkv_integrations.llm.tool_calls import (
     turn_of,
     with_tools,
 )
+from samkv_integrations.serving.stream import AnswerStream
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
 _OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec")

@@ -9,12 +9,12 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from pydantic import Field
 
-from samkv_integrations.cache.chunk import normalise
-from samkv_integrations.engine.stream import twin
+from samkv_integrations.chunks.chunk import normalise
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.engine_args import WithEngine
+from samkv_integrations.frameworks.engine_args import WithEngine
 from samkv_integrations.prompt.handles import is_handle
 from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.serving.stream import twin
 
 Mode = Literal["text", "metadata", "replace"]
 

@@ -12,8 +12,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel
-from samkv_integrations.engine.report import Report
-from samkv_integrations.llm.local_llm import usage_of
+from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.report import Report
 
 
 class SamKV(LocalModel, BaseLLM):

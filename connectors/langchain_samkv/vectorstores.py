@@ -15,15 +15,15 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 
-from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import check_name, chroma_errors
+from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import twin
+from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef, known_arguments
+from samkv_integrations.frameworks.engine_args import EngineRef, known_arguments
+from samkv_integrations.serving.stream import twin
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument

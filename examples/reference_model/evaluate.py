@@ -40,15 +40,15 @@ from reference_model.questions import style_of
 from reference_model.scenes import Kind, Question, Scene, SceneStyle, draw_scene
 from reference_model.stages import COMPARED, CONTINUED, LINKED, LONG_RECORDS, NEEDLE, RECORDS
 from reference_model.world import World
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.prefill import PrefixPolicy
+from samkv_integrations.cli.formatting import commit
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import SamkvError
-from samkv_integrations.evaluation import f1_words
-from samkv_integrations.formatting import commit
+from samkv_integrations.lab.evaluation import f1_words
 from samkv_integrations.methods import get_method
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.rag_template import rag_prompt
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
 
 RECOMPUTE = "recompute"
 METHODS = (RECOMPUTE, "reuse", "reuse-local")

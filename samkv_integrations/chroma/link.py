@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.cache.chunk import ChunkRef, normalise
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.files.folder import reconcile
 from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.records import (
     KEY_FIELD,
     IngestResult,
@@ -32,10 +30,12 @@ from samkv_integrations.chroma.records import (
     SyncResult,
     keys_in,
 )
-from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.chunks import progress_bar
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.chunks.caching import progress_bar
+from samkv_integrations.chunks.chunk import ChunkRef, normalise
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
+from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.folder import reconcile
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection

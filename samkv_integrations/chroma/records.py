@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.store import Store
 from samkv_integrations.chroma.client import chroma_errors
 from samkv_integrations.errors import InvalidOption, StoreError
+from samkv_integrations.store.base import Store
+from samkv_integrations.store.disk import ChunkStore
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import store
+from samkv_integrations.cli import formatting, store
 from samkv_integrations.cli.arguments import refuse_removed
 from samkv_integrations.cli.ask import ask, inspect, methods
 from samkv_integrations.cli.doctor import doctor

@@ -1,7 +1,7 @@
 """How commands declare their options, and the options that several commands share.
 
 A command takes groups of options: dataclasses whose fields are flags, and the TypedDicts of
-`samkv_integrations.engine.options`. The docstring below a field is the help of its flag.
+`samkv_integrations.options`. The docstring below a field is the help of its flag.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Annotated, Any, ForwardRef, Literal, get_type_hints, is_typed
 import typer
 import typer.core
 
-from samkv_integrations.engine.options import ModelOptions
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.option import declared, docstring_of
+from samkv_integrations.options import ModelOptions
 
 REMOVED = {
     "samkv adapt": "ingest as usual, with the default prefix='documents'",

@@ -11,18 +11,18 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
+from samkv_integrations.cli.formatting import Row, percent, visible
 from samkv_integrations.cli.loading import Answering, Asking, Index, words
-from samkv_integrations.engine.options import OwnAnswerOptions, OwnEngineOptions, check_options
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.formatting import Row, percent, visible
+from samkv_integrations.options import OwnAnswerOptions, OwnEngineOptions, check_options
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.engine.stream import Answer
-    from samkv_integrations.inspection import Inspection
+    from samkv_integrations.lab.inspection import Inspection
+    from samkv_integrations.serving.stream import Answer
 
 TIMES = ("ttft", "answer")
 """What is compared with full prefill: seconds to the first token, and to the last."""
@@ -111,7 +111,7 @@ def inspect(
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
     collection = index.collection(asking.collection)
 
-    from samkv_integrations.inspection import inspect as inspect_answer
+    from samkv_integrations.lab.inspection import inspect as inspect_answer
 
     method, rule, question = answering.chosen, answering.rule, asking.question
     (link,) = index.links([collection], **options)
@@ -136,7 +136,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
     """Show the chunks, the prompt in colours or marks, and both answers. layer: None for all."""
     from rich.text import Text
 
-    from samkv_integrations.inspection import State
+    from samkv_integrations.lab.inspection import State
 
     looks = {
         State.MISSED: ("black on red", "!", "!", "computed for want of a cache"),
@@ -185,8 +185,8 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
 
 def methods(as_json: args.Json = False) -> None:
     """List the methods of answering from chunk caches, and of evicting KV entries."""
-    from samkv_integrations.eviction import EVICTIONS
     from samkv_integrations.methods import METHODS
+    from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 
     rows = [
         {"name": each.name, "kind": kind, "paper": each.paper, "summary": each.summary}

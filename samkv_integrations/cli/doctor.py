@@ -28,9 +28,9 @@ def doctor(
     """
     from tqdm.auto import tqdm
 
-    from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.engine.doctor import examine
-    from samkv_integrations.model.loading import load_model
+    from samkv_integrations.lab.doctor import examine
+    from samkv_integrations.runtimes.transformers.model.loading import load_model
+    from samkv_integrations.store.disk import ChunkStore
 
     use_threads_for(model)  # times of another number of threads would not be found again
     loaded = load_model(model, device=device, dtype=dtype, weights=weights)

@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from samkv_integrations import formatting
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli import tables
+from samkv_integrations.cli import formatting, tables
+from samkv_integrations.cli.formatting import count
 from samkv_integrations.cli.loading import Collections, Index, Ingested, remember, use_threads_for
-from samkv_integrations.documents import SUFFIXES, read_document
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
-from samkv_integrations.formatting import count
+from samkv_integrations.ingest.documents import SUFFIXES, read_document
 
 if TYPE_CHECKING:
-    from samkv_integrations.cache.disk import ChunkStore
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
-    from samkv_integrations.cluster import WorkerPool
-    from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.model.model import Model
+    from samkv_integrations.engine import Engine
+    from samkv_integrations.ingest.cluster import WorkerPool
+    from samkv_integrations.runtimes.transformers.model.model import Model
+    from samkv_integrations.store.disk import ChunkStore
 
 SOME_UNREADABLE = 1
 """Exit code if a document cannot be read, or a chunk cannot be cached."""
@@ -112,7 +111,7 @@ class OnRay:
             MissingExtra: Ray is not installed.
         """
         if self.on_ray:
-            from samkv_integrations.cluster import WorkerPool, require_ray
+            from samkv_integrations.ingest.cluster import WorkerPool, require_ray
 
             require_ray()
             return WorkerPool(
@@ -140,9 +139,9 @@ def ingest(
     found = find_documents(paths, leave_out=folder)  # raises before anything slow is imported
 
     from samkv_integrations.chroma.client import check_name
+    from samkv_integrations.chroma.embedding import HashingEmbedding
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.cluster import add_on_ray, engine_of
-    from samkv_integrations.embedding import HashingEmbedding
+    from samkv_integrations.ingest.cluster import add_on_ray, engine_of
 
     check_name(collection)
     database, pool = index.database, ray.pool
@@ -362,7 +361,7 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
     Raises InvalidOption if no file can be read.
     """
-    from samkv_integrations.cache.chunk import normalise
+    from samkv_integrations.chunks.chunk import normalise
 
     read = Read()
     for file in files:
@@ -401,8 +400,8 @@ def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
 
     A short piece, such as a heading, is joined to the piece after it, else to the one before.
     """
-    from samkv_integrations.cache.chunk import normalise
-    from samkv_integrations.cache.windows import MIN_RUN
+    from samkv_integrations.chunks.chunk import normalise
+    from samkv_integrations.store.windows import MIN_RUN
 
     def n_tokens(text: str) -> int:
         return len(model.tokenize(text, special=False))

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.engine.options import OwnEngineOptions
 from samkv_integrations.errors import EmptyInput, InvalidOption, ModelNotFound, UnknownOption
+from samkv_integrations.options import OwnEngineOptions
 
 if TYPE_CHECKING:
-    from samkv_integrations.cache.disk import ChunkStore
-    from samkv_integrations.cache.store import Store
     from samkv_integrations.chroma.client import Database
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.eviction import Eviction
-    from samkv_integrations.llm.engine_args import ModelSource
+    from samkv_integrations.engine import Engine
+    from samkv_integrations.frameworks.engine_args import ModelSource
     from samkv_integrations.methods import Method
+    from samkv_integrations.runtimes.transformers.eviction import Eviction
+    from samkv_integrations.store.base import Store
+    from samkv_integrations.store.disk import ChunkStore
 
 BUILTIN = "builtin"
 
@@ -86,7 +86,7 @@ class Answering:
             UnknownOption: the eviction does not exist.
             InvalidOption: the budget is out of range, or there is no eviction.
         """
-        from samkv_integrations.eviction import get_eviction, with_budget
+        from samkv_integrations.runtimes.transformers.eviction import get_eviction, with_budget
 
         rule, budget = get_eviction(self.eviction), self.eviction_budget
         if budget is None:
@@ -163,7 +163,7 @@ class Caches:
         if not path.is_dir() and not (self.remote and is_new):
             raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
 
-        from samkv_integrations.cache.disk import ChunkStore
+        from samkv_integrations.store.disk import ChunkStore
 
         return ChunkStore(path, namespace=self.namespace, remote=self.remote)
 
@@ -199,8 +199,8 @@ class Collections(Caches):
 
         Otherwise its texts would be cached again, in this namespace. Without caches all is well.
         """
-        from samkv_integrations.cache.index.index import EVICTED, LOST, PRESENT
         from samkv_integrations.chroma.records import Records
+        from samkv_integrations.store.index import EVICTED, LOST, PRESENT
 
         if not (self.folder / "kv").is_dir():
             return
@@ -280,7 +280,7 @@ class Index(Collections):
         given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on, such as
         ``20GB``; None for the limit that was set before. options: see `Engine`.
         """
-        from samkv_integrations.llm.engine_args import ModelSource
+        from samkv_integrations.frameworks.engine_args import ModelSource
 
         own: Any = options  # those with a flag, which are fields of a source too
         return ModelSource(
@@ -291,7 +291,7 @@ class Index(Collections):
 
     def engine(self, given: Ingested, **options: Unpack[OwnEngineOptions]) -> Engine:
         """An engine over the chunk caches, whose folder is created if necessary; see `source`."""
-        from samkv_integrations.llm.engine_args import engine_of
+        from samkv_integrations.frameworks.engine_args import engine_of
 
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
@@ -328,7 +328,7 @@ def remember(
 
 
 def _remembered(kv: Path) -> dict[str, Ingested]:
-    from samkv_integrations.cache.files.folder import read_small
+    from samkv_integrations.store.folder import read_small
 
     # a damaged note counts as missing
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):

@@ -14,16 +14,16 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
+from samkv_integrations.cli.formatting import Row, count, ratio, seconds
 from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
 from samkv_integrations.cli.loading import BUILTIN, Index, Ingested
-from samkv_integrations.documents import read_text
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
-from samkv_integrations.formatting import Row, count, ratio, seconds
+from samkv_integrations.ingest.documents import read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samkv_integrations.model.model import Model
+    from samkv_integrations.runtimes.transformers.model.model import Model
 
 FULL, DEFAULT = "recompute", "auto"
 COMPARED = (FULL, "reuse", DEFAULT)
@@ -59,9 +59,9 @@ def quickstart(
 
     from tqdm.auto import tqdm
 
+    from samkv_integrations.chroma.embedding import HashingEmbedding
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.embedding import HashingEmbedding
-    from samkv_integrations.evaluation import is_in_documents, is_right, read_questions
+    from samkv_integrations.lab.evaluation import is_in_documents, is_right, read_questions
 
     out = tables.console(stderr=as_json)
     index = Index(folder=folder)

@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 
 from samkv_integrations.cli.loading import Answering, Index, use_threads_for
-from samkv_integrations.engine.options import (
+from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.options import (
     EngineOptions,
     OwnAnswerOptions,
     OwnEngineOptions,
     check_options,
 )
-from samkv_integrations.errors import InvalidOption, MissingExtra
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
@@ -80,10 +80,10 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     """
     text = serving.keys_text  # refused before anything is imported, which takes time
 
-    from samkv_integrations.cache.index.index import bytes_of
-    from samkv_integrations.engine.chunks import hot_budget, prefix_budget
-    from samkv_integrations.engine.scheduler import Limits, Scheduler
-    from samkv_integrations.model.loading import load_model
+    from samkv_integrations.chunks.caching import hot_budget, prefix_budget
+    from samkv_integrations.runtimes.transformers.model.loading import load_model
+    from samkv_integrations.serving.scheduler import Limits, Scheduler
+    from samkv_integrations.store.index import bytes_of
 
     try:
         from samkv_integrations.server.app import create_app

@@ -10,9 +10,9 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
+from samkv_integrations.cli.formatting import Row, count, size
 from samkv_integrations.cli.loading import Caches, Index
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.formatting import Row, count, size
 
 DAMAGE_LEFT = SOME_LEFT = 1
 """Exit code if damaged caches remain, or if caches could not be copied."""
@@ -94,8 +94,8 @@ def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None
 
     Records stay, so delete them first ('samkv remove'), or their texts are cached again.
     """
-    from samkv_integrations.cache.chunk import normalise
-    from samkv_integrations.documents import read_document
+    from samkv_integrations.chunks.chunk import normalise
+    from samkv_integrations.ingest.documents import read_document
 
     documents = [read_document(file, follows_links=True).text for file in given.files or ()]
     bodies = {normalise(text) for text in given.texts or ()} - {""}
@@ -120,7 +120,7 @@ def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None
 
     'samkv store sync' deletes the caches of deleted records.
     """
-    from samkv_integrations.cache.upkeep import gc as collect_garbage
+    from samkv_integrations.store.upkeep import gc as collect_garbage
 
     done = collect_garbage(Caches(folder=folder).store())
     flat = asdict(done.recovered) | {n: v for n, v in vars(done).items() if n != "recovered"}
@@ -136,7 +136,7 @@ def verify(
 
     --repair deletes damaged caches; they are computed again when a prompt needs them.
     """
-    from samkv_integrations.cache.upkeep import verify as verify_caches
+    from samkv_integrations.store.upkeep import verify as verify_caches
 
     found = verify_caches(Caches(folder=folder).store(), repair=repair, progress=True)
     n_damaged = len(found.damaged)
@@ -163,7 +163,7 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
-    from samkv_integrations.cache.index.index import bytes_of
+    from samkv_integrations.store.index import bytes_of
 
     store = Caches(folder=folder).store()
     n_before = store.stats(everyone=True).n_chunks
@@ -200,7 +200,7 @@ def push(caches: Caches, as_json: args.Json = False) -> None:
     'samkv ingest --remote' does it at once; this is for caches that were made without it, or while
     it was not available.
     """
-    from samkv_integrations.cache.upkeep import push as push_caches
+    from samkv_integrations.store.upkeep import push as push_caches
 
     store = caches.store(is_new=False)
     done = push_caches(store, progress=True)
@@ -217,8 +217,8 @@ def pull(
     as_json: args.Json = False,
 ) -> None:
     """Fetch caches of other machines, newest first, before questions need them."""
-    from samkv_integrations.cache.index.index import bytes_of
-    from samkv_integrations.cache.upkeep import pull as pull_caches
+    from samkv_integrations.store.index import bytes_of
+    from samkv_integrations.store.upkeep import pull as pull_caches
 
     limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
     store = caches.store()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samkv_integrations.formatting import Row, percent, ratio, seconds, size, to_json, visible
+from samkv_integrations.cli.formatting import Row, percent, ratio, seconds, size, to_json, visible
 
 PIPE_WIDTH = 100
 """Width of tables in files and pipes, in columns."""

@@ -11,12 +11,12 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
+from samkv_integrations.cli.formatting import count, ratio
 from samkv_integrations.cli.loading import Index, Retrieval
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.formatting import count, ratio
 
 if TYPE_CHECKING:
-    from samkv_integrations.cache.disk import ChunkStore
+    from samkv_integrations.store.disk import ChunkStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,10 @@ first token, KV: shares of full prefill's"""
 def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json = False) -> None:
     """Find the fastest setting with as many right answers as full prefill, on your questions."""
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.engine.costs import name_of
-    from samkv_integrations.engine.engine import Engine
-    from samkv_integrations.engine.tuned import write_tuned
-    from samkv_integrations.evaluation import is_in_documents, read_questions
-    from samkv_integrations.tuning import (
+    from samkv_integrations.engine import Engine
+    from samkv_integrations.lab.evaluation import is_in_documents, read_questions
+    from samkv_integrations.lab.tuned import write_tuned
+    from samkv_integrations.lab.tuning import (
         FULL,
         LEAST_QUESTIONS,
         Measurer,
@@ -55,6 +54,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         recommended,
         with_documents,
     )
+    from samkv_integrations.plan.costs import name_of
 
     given, lose, most = read_questions(tuning.questions), tuning.lose, retrieval.max_new_tokens
     with_gold = [one for one in given if one.has_gold]

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from samkv_integrations.errors import UnknownOption
-from samkv_integrations.methods.a3 import A3
-from samkv_integrations.methods.ape import APE
 from samkv_integrations.methods.base import Method
 from samkv_integrations.methods.baselines import RECOMPUTE, REUSE, REUSE_LOCAL
-from samkv_integrations.methods.cacheblend import CACHEBLEND
 from samkv_integrations.methods.epic import EPIC
 from samkv_integrations.methods.guided import AUTO, SAMKV_GUIDED
-from samkv_integrations.methods.multi_infllm import MULTI_INFLLM
-from samkv_integrations.methods.samkv import SAMKV_FUSION, SAMKV_OVERWRITE
+from samkv_integrations.runtimes.transformers.papers.a3 import A3
+from samkv_integrations.runtimes.transformers.papers.ape import APE
+from samkv_integrations.runtimes.transformers.papers.cacheblend import CACHEBLEND
+from samkv_integrations.runtimes.transformers.papers.multi_infllm import MULTI_INFLLM
+from samkv_integrations.runtimes.transformers.papers.samkv import SAMKV_FUSION, SAMKV_OVERWRITE
 
 __all__ = ["METHODS", "Method", "get_method"]
 

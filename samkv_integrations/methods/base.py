@@ -19,10 +19,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from samkv_integrations.cache.formats.quantise import unrotate
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.eviction.base import Eviction
 from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
+from samkv_integrations.runtimes.transformers.eviction.base import Eviction
 
 Update = Callable[[Tensor, Tensor], Tensor]
 """(cached, computed) -> the entries to use, all (R, G, D): keys or values of R tokens."""

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkBlocks
-from samkv_integrations.cache.store import StoredChunk
-from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Ids
+from samkv_integrations.chunks.chunk import ChunkBlocks
+from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, Ids
 
 _MOST_COMPARED = 64
 """Limit of comparisons per id of a prompt. Beyond it chunks are text: some may be adversarial."""

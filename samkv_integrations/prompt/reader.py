@@ -13,15 +13,15 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from samkv_integrations.cache.chunk import ChunkRef, Fingerprint
-from samkv_integrations.cache.store import Outage, Store
-from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, MemoryIndex
+from samkv_integrations.chunks.chunk import ChunkRef, Fingerprint
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
+from samkv_integrations.prompt.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.rag_template import bodies_of, shorten
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store.base import Outage, Store
+from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, MemoryIndex
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat
 """A string, or chat messages (``role``, ``content``) for the model's chat template, as a `Chat` if

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from samkv_integrations.cache.chunk import Fingerprint
-from samkv_integrations.cache.hot import HotChunks
-from samkv_integrations.cache.store import Outage, Store, StoredChunk
+from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.prompt.layout import PromptChunk
+from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
+from samkv_integrations.store.base import Outage, Store, StoredChunk
 
 MAX_HELD = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each

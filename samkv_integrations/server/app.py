@@ -23,15 +23,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samkv_integrations import formatting
-from samkv_integrations.engine.scheduler import OWNER
-from samkv_integrations.engine.tracing import below_caller
+from samkv_integrations.cli import formatting
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.server import ask, chunks, completions
 from samkv_integrations.server.bodies import ErrorBody
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import Metrics, Service, Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import OWNER
+from samkv_integrations.serving.tracing import below_caller
 
 PAGE = Path(__file__).with_name("page.html")
 

@@ -12,19 +12,19 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.chroma.link import nearest
-from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import AnswerOptions
-from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
-from samkv_integrations.llm.local_llm import usage_of
+from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.methods import METHODS
+from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.rag_template import rag_prompt
+from samkv_integrations.report import Report
 from samkv_integrations.server.bodies import Samkv, Usage, with_stream
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import BoundedRoute, Service
 from samkv_integrations.server.tenancy import Tenant
+from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
 MAX_TOP_K = 100
 """Most chunks that a question retrieves."""

@@ -21,11 +21,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.fields import AnswerFields, SamplingFields
-from samkv_integrations.llm.tool_calls import ToolCall, arguments_of, turn_of
+from samkv_integrations.frameworks.fields import AnswerFields, SamplingFields
+from samkv_integrations.frameworks.tool_calls import ToolCall, arguments_of, turn_of
 from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.report import Report
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 """Most stop strings of a request, and characters of each. Every token is checked against all of

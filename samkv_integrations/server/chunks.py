@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from samkv_integrations.cache.chunk import FORMAT_VERSION, ChunkRef
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.scheduler import OWNER
-from samkv_integrations.engine.stream import off_loop
+from samkv_integrations.chunks.chunk import FORMAT_VERSION, ChunkRef
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption, Overloaded
 from samkv_integrations.server.bodies import Body
 from samkv_integrations.server.service import BoundedRoute, Service
+from samkv_integrations.serving.scheduler import OWNER
+from samkv_integrations.serving.stream import off_loop
 
 MAX_TEXTS = 1024
 """Most texts of one request."""

@@ -12,12 +12,11 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import AnswerOptions
-from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
-from samkv_integrations.llm.local_llm import usage_of
-from samkv_integrations.llm.tool_calls import ShownText, ToolCall, ToolUse, with_tools
+from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.frameworks.tool_calls import ShownText, ToolCall, ToolUse, with_tools
+from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.report import Report
 from samkv_integrations.server.bodies import (
     Asked,
     AskedInChat,
@@ -28,6 +27,7 @@ from samkv_integrations.server.bodies import (
     with_stream,
 )
 from samkv_integrations.server.service import BoundedRoute, Service, Writer
+from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
 _CHUNKS = """Chunks of the answer as OpenAI's API has them; the data of the last is `[DONE]`. What
 the answer cost stands under `samkv` in the last chunk, with `usage` if that was asked for."""

@@ -28,14 +28,14 @@ from prometheus_client import (
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.request import AnswerOptions
-from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.engine.stream import Answer, AnswerStream, off_loop
+from samkv_integrations.engine import Engine
+from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.report import Report
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.tenancy import Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
-from samkv_integrations.cache.disk import ChunkStore
 from samkv_integrations.chroma.client import Database
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.options import EngineOptions
-from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.options import EngineOptions
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.store.disk import ChunkStore
 
 LEAST_LENGTH = 16
 """Fewest characters of a key; shorter ones could be guessed."""

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.conversations import paired
 from benchmarks.right_table import rows_of
-from samkv_integrations.evaluation import Paired
-from samkv_integrations.formatting import Row
+from samkv_integrations.cli.formatting import Row
+from samkv_integrations.lab.evaluation import Paired
 from tests.bench.running import ran
 
 BORN = {"Pavel Flalvek": "Nombury", "Tobias Trulman": "Flevport", "Nadine Frost": "Orvik"}

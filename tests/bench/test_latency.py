@@ -12,7 +12,7 @@ import torch
 from benchmarks import latency, shapes
 from benchmarks.latency import LatencyConfig
 from samkv_integrations import METHODS
-from samkv_integrations.engine.report import Report
+from samkv_integrations.report import Report
 from tests.bench.running import run
 
 TINY = {

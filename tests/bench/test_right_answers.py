@@ -75,7 +75,7 @@ def test_questions_about_packages_name_what_the_descriptions_say() -> None:
     """Written from the text: every gold answer stands in the description of its package."""
     from importlib.metadata import metadata
 
-    from samkv_integrations.evaluation import is_in_documents
+    from samkv_integrations.lab.evaluation import is_in_documents
 
     rows = [json.loads(line) for line in PACKAGES.read_text("utf-8").splitlines()]
     assert len(rows) >= 100 and len({row["package"] for row in rows}) >= 25

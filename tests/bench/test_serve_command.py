@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.serve import rows_of, serving
+from samkv_integrations.cli.formatting import Row
 from samkv_integrations.cli.serve import KEYS_VARIABLE
-from samkv_integrations.formatting import Row
 from tests.bench.running import ran
 
 

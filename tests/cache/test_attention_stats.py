@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.attention_stats import (
+from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     MIN_CHUNKS,
     MIN_LATER,
     LayerStatistics,
@@ -26,7 +27,6 @@ from samkv_integrations.cache.attention_stats import (
     quantise_means,
     stable_layers,
 )
-from samkv_integrations.cache.chunk import BlockScheme
 
 NAN, INF = math.nan, math.inf
 

@@ -17,10 +17,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import BlockScheme, ChunkCache
-from samkv_integrations.cache.files.chunk_file import FileLayout
-from samkv_integrations.cache.store import StoredChunk
+from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk_file import FileLayout
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import TINY, random_chunk
 

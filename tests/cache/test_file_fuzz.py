@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from samkv_integrations.cache.chunk import ChunkCache, Fingerprint, chunk_key
-from samkv_integrations.cache.files.chunk_file import ChunkFile
+from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint, chunk_key
 from samkv_integrations.errors import MISS_REASONS, CacheMiss
+from samkv_integrations.store.chunk_file import ChunkFile
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import TINY, random_chunk
 

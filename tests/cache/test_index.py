@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
 from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.store.index import Entry, Index, IndexedChunks
 from tests.support.chunks import TINY
 from tests.support.stores import Files
 

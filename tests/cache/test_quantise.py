@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.formats.quantise import Entries, EntryFormat, groups, rotate
 from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.runtimes.transformers.entries.quantise import (
+    Entries,
+    EntryFormat,
+    groups,
+    rotate,
+)
 from tests.support.chunks import encoded, transformed
 
 FORM = EntryFormat(bits=4, n_kv_heads=2, head_dim=8, dtype=torch.float32)

@@ -15,14 +15,14 @@ from typing import Any
 import fsspec
 import pytest
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote import objects as objects_module
-from samkv_integrations.cache.remote.objects import AT_ONCE, ObjectInfo, Objects
-from samkv_integrations.cache.remote.tier import SharedTier
-from samkv_integrations.cache.store import Store
-from samkv_integrations.cache.upkeep import Moved, gc, pull, push
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
+from samkv_integrations.store import objects as objects_module
+from samkv_integrations.store.base import Store
+from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.objects import AT_ONCE, ObjectInfo, Objects
+from samkv_integrations.store.tier import SharedTier
+from samkv_integrations.store.upkeep import Moved, gc, pull, push
 from tests.contracts.store_contract import StoreContract, chunk_for, read_all, reason
 from tests.support.chunks import TINY
 from tests.support.processes import wait_until
@@ -650,7 +650,7 @@ def test_what_could_not_be_sent_is_pushed_later(
     fill(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "samkv_integrations.cache.remote.objects.written",
+            "samkv_integrations.store.objects.written",
             lambda *_, **__: (_ for _ in ()).throw(ConnectionError()),
         )
         sent, unsent, gone = fill(store, 3)

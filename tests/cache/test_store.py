@@ -26,12 +26,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.store import MemoryStore, Store
-from samkv_integrations.cache.upkeep import gc, verify
-from samkv_integrations.engine.tuned import read_tuned
+from samkv_integrations.chunks.chunk import ChunkCache
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+from samkv_integrations.lab.tuned import read_tuned
+from samkv_integrations.store.base import MemoryStore, Store
+from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.upkeep import gc, verify
 from tests.contracts.store_contract import (
     StoreContract,
     chunk_for,

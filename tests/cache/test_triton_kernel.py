@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from samkv_integrations.cache.formats import quantise
-from samkv_integrations.cache.formats.quantise import GROUP_TOKENS, Entries, EntryFormat, groups
+from samkv_integrations.runtimes.transformers.entries import quantise
+from samkv_integrations.runtimes.transformers.entries.quantise import (
+    GROUP_TOKENS,
+    Entries,
+    EntryFormat,
+    groups,
+)
 from tests.support.chunks import encoded
 from tests.support.operations import Operations
 from tests.support.pretend_device import DEVICE, OnDevice, pretend_device
 
-MODULE = "samkv_integrations.cache.formats.triton_kernels"
+MODULE = "samkv_integrations.runtimes.transformers.entries.triton_kernels"
 
 
 @pytest.fixture

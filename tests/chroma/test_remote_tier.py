@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote.objects import Objects
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.objects import Objects
 from tests.support.models import tiny_model
 
 SECRET = bytes(32)

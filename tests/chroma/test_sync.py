@@ -13,13 +13,13 @@ import chromadb
 import pytest
 from chromadb.config import Settings
 
-import samkv_integrations.engine.chunks
+import samkv_integrations.chunks.caching
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.cache.index import database
 from samkv_integrations.chroma.client import connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD, SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
+from samkv_integrations.store import database
 from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
 from tests.support.costs import ONE_PASS
@@ -96,7 +96,7 @@ class TestBuildAndLink:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
         for owner, name in (
-            (samkv_integrations.engine.chunks, "prefill"),
+            (samkv_integrations.chunks.caching, "prefill"),
             (link.collection, "update"),
         ):
             monkeypatch.setattr(owner, name, _not_called)

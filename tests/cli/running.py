@@ -8,7 +8,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from samkv_integrations.cli.app import app
-from samkv_integrations.engine.report import Report
+from samkv_integrations.report import Report
 
 REPORT_FIELDS = set(Report.__dataclass_fields__)
 

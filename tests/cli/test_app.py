@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations import formatting
 from samkv_integrations.chroma.client import Database
+from samkv_integrations.cli import formatting
 from tests.cli.running import error_of, ran
 
 

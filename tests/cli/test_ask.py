@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import read_questions
+from samkv_integrations.lab.evaluation import read_questions
 from tests.cli.running import REPORT_FIELDS, error_of, ran, rows_of
 from tests.support.records import RECORDS
 

@@ -10,11 +10,11 @@ from fastapi import FastAPI
 
 from samkv_integrations.chroma import client as client_module
 from samkv_integrations.chroma.client import Database
-from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.loading import load_model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Scheduler
 from tests.cli.running import error_of, ran, rows_of
 from tests.support.chroma_server import free_port
 from tests.support.load import from_caches

@@ -11,8 +11,8 @@ from zipfile import ZipFile
 import pytest
 
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.documents import read_document
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.ingest.documents import read_document
 from tests.cli.running import ran, run
 
 MILL = "The mill stands by the river, and its wheel is green."

@@ -19,8 +19,8 @@ import pytest
 from samkv_integrations.chroma.client import Database, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli.ingest import Found, find_documents, split
-from samkv_integrations.cluster import ClusterIngest
-from samkv_integrations.model.loading import load_model
+from samkv_integrations.ingest.cluster import ClusterIngest
+from samkv_integrations.runtimes.transformers.model.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
 
@@ -301,7 +301,7 @@ def test_what_ray_writes_is_not_among_the_json(
         sys.stdout.write("(raylet) Task MapWorker failed\n")
         return ClusterIngest(**asdict(link.add(*records)))
 
-    monkeypatch.setattr("samkv_integrations.cluster.add_on_ray", noisy)
+    monkeypatch.setattr("samkv_integrations.ingest.cluster.add_on_ray", noisy)
     (row,) = rows_of("ingest", str(town), "--model", tiny, "--ray")
     assert row["n_records"] == len(RECORDS)
 

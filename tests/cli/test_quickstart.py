@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.cli.quickstart import COMPARED
-from samkv_integrations.model import gguf_file
+from samkv_integrations.runtimes.transformers.model import gguf_file
 from tests.cli.running import REPORT_FIELDS, ran, run
 from tests.support.records import RECORDS, TEXTS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.cache.files.folder import SECRET_VARIABLE
+from samkv_integrations.store.folder import SECRET_VARIABLE
 from tests.cli.running import error_of, rows_of
 from tests.support.records import RECORDS
 

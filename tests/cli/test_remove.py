@@ -26,7 +26,7 @@ def test_a_file_that_has_gone(town: Path, tiny: str, monkeypatch: pytest.MonkeyP
     ran("ingest", str(town), "--model", tiny)
     file = town / "krasplex-systems.txt"
     file.unlink()
-    monkeypatch.setattr("samkv_integrations.engine.engine.Engine.from_pretrained", None)
+    monkeypatch.setattr("samkv_integrations.engine.Engine.from_pretrained", None)
     shown = ran("remove", "town/krasplex-systems.txt")
     assert shown == "1 file, 1 record removed from collection 'documents', 1 cache deleted\n"
     assert file.name not in sources() and len(sources()) == n_caches() == len(RECORDS) - 1

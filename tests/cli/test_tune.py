@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.tuned import (
+from samkv_integrations.lab.tuned import (
     TUNED_FILE,
     TunedSetting,
     read_tuned,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations import cluster as ingest_module
-from samkv_integrations.cluster import WorkerPool, cache_on_ray
 from samkv_integrations.errors import ClusterError, InvalidOption
-from samkv_integrations.llm.engine_args import ModelSource, engine_of
+from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
+from samkv_integrations.ingest import cluster as ingest_module
+from samkv_integrations.ingest.cluster import WorkerPool, cache_on_ray
 from tests.support.documents import texts_of_many_lengths
 from tests.support.ray_workers import WatchedWorker, computed_by
 from tests.support.stores import chunk_files, twin_folders

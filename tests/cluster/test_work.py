@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.cluster import (
+from samkv_integrations.chunks import caching as chunks_module
+from samkv_integrations.chunks.chunk import ChunkCache
+from samkv_integrations.errors import InvalidOption, StoreError
+from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
+from samkv_integrations.ingest.cluster import (
     PROBE,
     CacheWorker,
     WorkerPool,
     add_on_ray,
     cache_on_ray,
 )
-from samkv_integrations.engine import chunks as chunks_module
-from samkv_integrations.engine.prefill import prefill
-from samkv_integrations.errors import InvalidOption, StoreError
-from samkv_integrations.llm.engine_args import ModelSource, engine_of
+from samkv_integrations.runtimes.transformers.passes.prefill import prefill
 from tests.support.documents import texts_of_many_lengths
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files

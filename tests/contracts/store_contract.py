@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkCache, Fingerprint
-from samkv_integrations.cache.files.chunk_file import FileLayout
-from samkv_integrations.cache.store import FingerprintStats, Store, StoredChunk
+from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
+from samkv_integrations.store.base import FingerprintStats, Store, StoredChunk
+from samkv_integrations.store.chunk_file import FileLayout
 from tests.support.chunks import TINY, random_chunk
 
 # One token, shorter than a block, exactly the anchors, one more, many with a short last block.

@@ -20,8 +20,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samkv_integrations.engine.decode import Decoder
 from samkv_integrations.methods.base import Update, overwrite
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from tests.support.blend_reference import (
     CLOSE,
     LAYERS,

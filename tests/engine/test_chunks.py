@@ -7,10 +7,10 @@ from unicodedata import normalize
 
 import pytest
 
-import samkv_integrations.engine.chunks as module
+import samkv_integrations.chunks.caching as module
 from samkv_integrations import Engine, MemoryStore
-from samkv_integrations.cache.windows import MIN_RUN
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.store.windows import MIN_RUN
 from tests.support.models import tiny_model
 
 TEXT = "the mill of number one is at the mill, and it grinds"

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import scheduler as scheduler_module
-from samkv_integrations.engine.draft import MOST_ROWS, PromptLookup, RowCosts
-from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
+from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.served import TEXTS
 

@@ -11,10 +11,7 @@ import pytest
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef
-from samkv_integrations.cache.store import MemoryChunk
-from samkv_integrations.cache.upkeep import verify
-from samkv_integrations.engine import prefill as ingest
+from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef
 from samkv_integrations.errors import (
     CacheMiss,
     ChunkNotCached,
@@ -22,8 +19,11 @@ from samkv_integrations.errors import (
     InvalidOption,
     StoreError,
 )
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes import prefill as ingest
+from samkv_integrations.store.base import MemoryChunk
+from samkv_integrations.store.upkeep import verify
 from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import tiny_model
@@ -243,7 +243,7 @@ def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
             raise InvalidChunk("not finite")
         return prefill(model, chunks, *rest)
 
-    monkeypatch.setattr("samkv_integrations.engine.chunks.prefill", refusing)
+    monkeypatch.setattr("samkv_integrations.chunks.caching.prefill", refusing)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert report.computed_now == len(TEXTS) - 1
     again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
 from tests.support.asking import ask
 from tests.support.laws import CHUNKS, PROMPT, plain_logits

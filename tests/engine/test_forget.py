@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine.scheduler import RunningAnswer
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving.scheduler import RunningAnswer
 from tests.support.costs import ONE_PASS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin

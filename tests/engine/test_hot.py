@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.cache.files import chunk_file
-from samkv_integrations.cache.files.chunk_file import ChunkFile
-from samkv_integrations.cache.formats.quantise import STORE_BITS
-from samkv_integrations.cache.hot import HotChunk
-from samkv_integrations.engine import scheduler, working_cache
-from samkv_integrations.engine.blend import Blend
-from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.working_cache import DenseCache
 from samkv_integrations.errors import InvalidOption, OutOfMemory
-from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.entries.hot import HotChunk
+from samkv_integrations.runtimes.transformers.entries.quantise import STORE_BITS
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes import working_cache
+from samkv_integrations.runtimes.transformers.passes.blend import Blend
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder
+from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
+from samkv_integrations.serving import scheduler
+from samkv_integrations.store import chunk_file
+from samkv_integrations.store.chunk_file import ChunkFile
 from tests.laws.test_device import DEVICE, OnThisThread
 from tests.support.asking import announce
 from tests.support.covering import covering

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.cache.formats.quantise import EntryFormat
-from samkv_integrations.engine import scheduler as module
-from samkv_integrations.engine.scheduler import Limits, Scheduler
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving import scheduler as module
+from samkv_integrations.serving.scheduler import Limits, Scheduler
 from tests.engine.test_scheduler import as_owner
 from tests.support.covering import covering
 from tests.support.models import tiny_model

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samkv_integrations.engine.kept_sequences import (
+from samkv_integrations.plan.kept_sequences import (
     LEAST,
     KeptSequence,
     KeptSequences,

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.store import MemoryStore
-from samkv_integrations.engine.report import Report
+from samkv_integrations.report import Report
+from samkv_integrations.store.base import MemoryStore
 from tests.support.models import tiny_model
 from tests.support.served import TEXTS
 

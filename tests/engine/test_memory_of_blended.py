@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine.kept_sequences import KeptSequence
-from samkv_integrations.engine.working_cache import FirstEntries
+from samkv_integrations.plan.kept_sequences import KeptSequence
+from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from tests.support.models import tiny_model
 
 CHUNKS = [
@@ -36,7 +36,8 @@ def test_what_a_blended_pass_leaves_in_memory_is_exact(
     prompt = prompt_of(CHUNKS, head="You answer questions of sailors about the harbour. " * 3)
     for rounds in (False, True):
         monkeypatch.setattr(
-            "samkv_integrations.model.attention.products_are_faster", lambda rounds=rounds: rounds
+            "samkv_integrations.runtimes.transformers.model.attention.products_are_faster",
+            lambda rounds=rounds: rounds,
         )
         store = ChunkStore(tmp_path / str(rounds))
         engine = Engine(model, store, method="reuse")

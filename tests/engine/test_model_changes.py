@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.cache.store import MemoryStore, Store
-from samkv_integrations.engine import chunks as chunks_module
+from samkv_integrations.chunks import caching as chunks_module
 from samkv_integrations.errors import (
     HandleError,
     StoreError,
     UnsupportedModel,
 )
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store.base import MemoryStore, Store
 from tests.support.costs import ONE_PASS
 from tests.support.covering import covering
 from tests.support.handles import issued

@@ -13,15 +13,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samkv_integrations.cache.attention_stats import decode_means, mean_of_blocks
-from samkv_integrations.cache.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.cache.formats.quantise import rotate
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.prefill import (
+from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.engine import Engine
+from samkv_integrations.runtimes.transformers.entries.attention_stats import (
+    decode_means,
+    mean_of_blocks,
+)
+from samkv_integrations.runtimes.transformers.entries.quantise import rotate
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
-from samkv_integrations.model.model import Model
 from tests.support.chunks import decoded
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations import Engine
-from samkv_integrations.engine.report import Report, Reports
-from samkv_integrations.model.model import Model
+from samkv_integrations.report import Report, Reports
+from samkv_integrations.runtimes.transformers.model.model import Model
 from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.served import PROMPT, TEXTS, engine_on

@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import scheduler as scheduler_module
-from samkv_integrations.engine.decode import Decoder, decode
-from samkv_integrations.engine.first_token import first_token
-from samkv_integrations.engine.request import AnswerSettings, FirstToken, Request
-from samkv_integrations.engine.scheduler import AHEAD, OWNER, Limits, Scheduler
-from samkv_integrations.engine.stream import AnswerStream, off_loop
 from samkv_integrations.errors import Overloaded, TimedOut
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import JsonConstraint, Sampler
+from samkv_integrations.plan.first_token import first_token
+from samkv_integrations.plan.request import AnswerSettings, FirstToken, Request
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, Sampler
+from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving.scheduler import AHEAD, OWNER, Limits, Scheduler
+from samkv_integrations.serving.stream import AnswerStream, off_loop
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.processes import wait_until

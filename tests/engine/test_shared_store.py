@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.remote.objects import Objects
-from samkv_integrations.cache.remote.tier import HEAD_BYTES
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.objects import Objects
+from samkv_integrations.store.tier import HEAD_BYTES
 from tests.support.models import tiny_model
 
 SECRET = bytes(32)

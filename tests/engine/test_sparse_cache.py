@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.formats.quantise import (
+from samkv_integrations.engine import Engine
+from samkv_integrations.runtimes.transformers.entries.quantise import (
     Entries,
     EntryFormat,
     groups,
 )
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.working_cache import LayerEntries, SparseCache
-from samkv_integrations.eviction import Quest
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.eviction import Quest
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.working_cache import LayerEntries, SparseCache
 from tests.support.asking import ask
 from tests.support.chunks import encoded
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.decode import Decoder, decode
-from samkv_integrations.engine.static_step import Graphs, StaticStep, captured
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.serving.static_step import Graphs, StaticStep, captured
 from tests.laws import test_device
 from tests.support.asking import ask
 from tests.support.covering import covering

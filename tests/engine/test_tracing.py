@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from samkv_integrations import Engine, Report, collect_reports
-from samkv_integrations.engine.scheduler import Limits, Scheduler
+from samkv_integrations.cli.formatting import version
 from samkv_integrations.errors import InvalidOption, Overloaded, PromptTooLong, TimedOut
-from samkv_integrations.formatting import version
+from samkv_integrations.serving.scheduler import Limits, Scheduler
 from tests.support.models import tiny_model
 from tests.support.steps import Steps
 from tests.support.telemetry import Told, is_below
@@ -258,7 +258,7 @@ WITHOUT = """
 import json, sys
 sys.modules["opentelemetry"] = None  # importing it fails, as if it were not installed
 from samkv_integrations import Engine
-from samkv_integrations.engine.tracing import below_caller
+from samkv_integrations.serving.tracing import below_caller
 from tests.support.models import tiny_model
 engine = Engine(tiny_model("llama"))
 with below_caller({"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
-from samkv_integrations.model.attention import attention, suits_products
+from samkv_integrations.runtimes.transformers.model.attention import attention, suits_products
+from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
 
 N_PROMPT, N_STEPS, DIM = 470, 175, 64
 
@@ -18,7 +18,8 @@ def test_a_step_attends_to_all_entries(
 ) -> None:
     """Also in larger tensors, and after tokens are taken back, to the last bit."""
     monkeypatch.setattr(
-        "samkv_integrations.model.attention._are_faster_for_token", lambda: by_products
+        "samkv_integrations.runtimes.transformers.model.attention._are_faster_for_token",
+        lambda: by_products,
     )
     random = torch.Generator().manual_seed(0)
     keys, values, queries = (

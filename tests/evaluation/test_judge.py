@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samkv_integrations.evaluation import Paired, is_in_documents, is_right
+from samkv_integrations.lab.evaluation import Paired, is_in_documents, is_right
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
-from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.request import FirstToken
-from samkv_integrations.engine.working_cache import DenseCache, LayerEntries
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import (
+from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.plan.request import FirstToken
+from samkv_integrations.runtimes.transformers.eviction import (
     H2O,
     InfLLM,
     PyramidKV,
@@ -32,8 +30,15 @@ from samkv_integrations.eviction import (
     StreamingLLM,
     get_eviction,
 )
-from samkv_integrations.eviction.base import DroppingEviction, Keeper, Once, Seen
-from samkv_integrations.model.attention import attention
+from samkv_integrations.runtimes.transformers.eviction.base import (
+    DroppingEviction,
+    Keeper,
+    Once,
+    Seen,
+)
+from samkv_integrations.runtimes.transformers.model.attention import attention
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder
+from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
 from tests.support.asking import ask
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE
@@ -286,7 +291,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Seen, Tensor]]:
         shown.append((seen[-1], cache.values[layer][: cache.lengths[layer]]))
 
     seen: list[Seen] = []
-    monkeypatch.setattr("samkv_integrations.engine.working_cache.Seen", seeing)
+    monkeypatch.setattr(
+        "samkv_integrations.runtimes.transformers.passes.working_cache.Seen", seeing
+    )
     monkeypatch.setattr(DenseCache, "keep", look)
     return shown
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.eviction import InfLLM, Quest, RetrievalAttention
-from samkv_integrations.eviction.base import Seen, SparseEviction
+from samkv_integrations.runtimes.transformers.eviction import InfLLM, Quest, RetrievalAttention
+from samkv_integrations.runtimes.transformers.eviction.base import Seen, SparseEviction
 from tests.eviction.test_eviction import Case, union_of_best
 
 HEADS = [(4, 2), (6, 1), (3, 3)]

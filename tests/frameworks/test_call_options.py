@@ -11,7 +11,7 @@ from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.llm.local_llm import ANY_VALUE, WITHOUT_EFFECT
+from samkv_integrations.frameworks.local_llm import ANY_VALUE, WITHOUT_EFFECT
 from tests.support.models import tiny_model
 
 KINDS = (ChatSamKV, SamKV)

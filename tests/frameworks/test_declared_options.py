@@ -12,9 +12,8 @@ import typer
 
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
-from samkv_integrations import Engine
+from samkv_integrations import Engine, options
 from samkv_integrations.cli.app import app
-from samkv_integrations.engine import options
 from samkv_integrations.option import declared
 from samkv_integrations.server.bodies import Samkv
 
@@ -66,7 +65,9 @@ class TestAllThatThereAre:
             shown = table_of(f"{options.__name__}.{group}")
             for name, (_, option) in declared(getattr(options, group)).items():
                 assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown
-        assert "| `top_k` | `0` |" in table_of("samkv_integrations.model.sampling.SamplingOptions")
+        assert "| `top_k` | `0` |" in table_of(
+            "samkv_integrations.runtimes.transformers.sampling.SamplingOptions"
+        )
 
     def test_are_arguments_of_an_engine_with_the_same_defaults(self) -> None:
         found = inspect.signature(Engine).parameters

@@ -13,13 +13,13 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
 
-import samkv_integrations.llm.engine_args as engine_args
+import samkv_integrations.frameworks.engine_args as engine_args
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, StoreError
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from tests.support.models import tiny_model
 
 

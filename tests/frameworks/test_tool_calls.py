@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.tool_calls import ToolCall, ToolUse, form_of, turn_of
-from samkv_integrations.model.quoting import Chat
+from samkv_integrations.frameworks.tool_calls import ToolCall, ToolUse, form_of, turn_of
+from samkv_integrations.prompt.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin
 from tests.support.tools import tool_model

@@ -10,7 +10,7 @@ import pytest
 from langchain_samkv import ChatSamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore
-from samkv_integrations.engine.tuned import TunedSetting, write_tuned
+from samkv_integrations.lab.tuned import TunedSetting, write_tuned
 from tests.support.models import saved_tiny
 
 

@@ -15,9 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.formats import quantise
-from samkv_integrations.cache.formats.quantise import (
+from samkv_integrations.engine import Engine
+from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.methods.base import RecomputeNone
+from samkv_integrations.methods.guided import GuidedRecompute
+from samkv_integrations.runtimes.transformers.entries import quantise
+from samkv_integrations.runtimes.transformers.entries.hot import HotChunk, copying
+from samkv_integrations.runtimes.transformers.entries.quantise import (
     STORE_BITS,
     Entries,
     EntryFormat,
@@ -25,17 +29,13 @@ from samkv_integrations.cache.formats.quantise import (
     groups,
     kernel_of,
 )
-from samkv_integrations.cache.hot import HotChunk, copying
-from samkv_integrations.engine.decode import Decoder, decode
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.static_step import Graphs
-from samkv_integrations.eviction import EVICTIONS, Eviction, Quest
-from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.ape import ApeAttention
-from samkv_integrations.methods.base import RecomputeNone
-from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction, Quest
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
+from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.serving.static_step import Graphs
+from samkv_integrations.store.disk import ChunkStore
 from tests.support.asking import ask
 from tests.support.chunks import encoded
 from tests.support.laws import changed, mixed

@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.inspection import Inspection, State, inspect
+from samkv_integrations.lab.inspection import Inspection, State, inspect
 from samkv_integrations.methods import METHODS, Method
 from tests.support.laws import CHUNKS, PROMPT, engine_of
 from tests.support.models import FAMILIES, hf_model

@@ -12,8 +12,8 @@ from IPython.core.formatters import HTMLFormatter
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.inspection import Inspection, inspect
+from samkv_integrations.engine import Engine
+from samkv_integrations.lab.inspection import Inspection, inspect
 from tests.support.browser import chromium
 from tests.support.records import RECORDS, TEXTS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from tests.support.laws import WITH_BITS, shared_engine
 from tests.support.models import FAMILIES
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.a3 import A3Recompute
 from samkv_integrations.methods.base import (
     Checked,
     ProbedLayer,
@@ -20,10 +19,11 @@ from samkv_integrations.methods.base import (
     Select,
     SelectionInputs,
 )
-from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
+from samkv_integrations.runtimes.transformers.papers.cacheblend import CacheblendRecompute
 from tests.support.covering import covering
 from tests.support.laws import (
     CHUNKS,

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.engine.report import Report
-from samkv_integrations.engine.stream import Answer
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.model.model import Model
+from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.report import Report
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving.stream import Answer
 from tests.support.asking import ask
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, TOLERANCE, changed, engine_of, words

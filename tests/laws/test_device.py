@@ -19,19 +19,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.formats.quantise import STORE_BITS, EntryFormat
-from samkv_integrations.cache.store import MemoryChunk, MemoryStore
-from samkv_integrations.engine import chunks, loader
-from samkv_integrations.engine.blend import Blend
-from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.loader import LAYERS_TOGETHER, Context
-from samkv_integrations.engine.prefill import PrefilledChunks
-from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.chunks import caching
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.entries.quantise import STORE_BITS, EntryFormat
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes import loader
+from samkv_integrations.runtimes.transformers.passes.blend import Blend
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder
+from samkv_integrations.runtimes.transformers.passes.loader import LAYERS_TOGETHER, Context
+from samkv_integrations.runtimes.transformers.passes.prefill import PrefilledChunks
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.store.base import MemoryChunk, MemoryStore
 from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.pretend_device import DEVICE, Device, OnDevice, pretend_device
@@ -138,7 +139,7 @@ def ingest_of(n_chunks: int, monkeypatch: pytest.MonkeyPatch, n_layers: int = 4)
     """What one batch of chunks of two lengths costs, without the prefix and the hash of weights."""
     texts = [f"{'the mill stands by the quay ' * (1 + at % 2)}{at:2}" for at in range(n_chunks)]
     costs: Counter[str] = Counter()
-    through, encode = chunks.prefill, EntryFormat.encode_chunks
+    through, encode = caching.prefill, EntryFormat.encode_chunks
 
     def counting(*args: Any) -> PrefilledChunks:
         before, n_before = Counter(device.waits), device.n_operations
@@ -154,7 +155,7 @@ def ingest_of(n_chunks: int, monkeypatch: pytest.MonkeyPatch, n_layers: int = 4)
         return found
 
     with monkeypatch.context() as patch, pretend_device() as device:
-        patch.setattr(chunks, "prefill", counting)
+        patch.setattr(caching, "prefill", counting)
         patch.setattr(EntryFormat, "encode_chunks", counting_encode)
         there = engine(MemoryStore(), n_layers=n_layers)
         there.cache_chunks(texts)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers import TorchAoConfig
 
-from samkv_integrations.engine.doctor import examine
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong, UnsupportedModel
-from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.inspection import inspect
-from samkv_integrations.model.families import FAMILIES as SUPPORTED
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
+from samkv_integrations.lab.doctor import examine
+from samkv_integrations.lab.inspection import inspect
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.families import FAMILIES as SUPPORTED
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
 from tests.support.asking import ask
 from tests.support.laws import (
     CHUNKS,

@@ -17,11 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.eviction import EVICTIONS
-from samkv_integrations.eviction.base import SparseEviction
+from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
     Method,
     RecomputeNone,
@@ -29,8 +26,11 @@ from samkv_integrations.methods.base import (
 )
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import SamkvSelect
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.eviction.base import SparseEviction
+from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
+from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
+from samkv_integrations.runtimes.transformers.papers.samkv import SamkvSelect
 from tests.support.asking import ask
 from tests.support.chunks import cache_of
 from tests.support.covering import covering

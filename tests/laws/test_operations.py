@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.formats import quantise
-from samkv_integrations.cache.formats.quantise import Entries, EntryFormat
-from samkv_integrations.cache.store import MemoryStore, Store
-from samkv_integrations.engine.blend import Blend, PassPlan
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.model.model import Model
+from samkv_integrations.engine import Engine
+from samkv_integrations.runtimes.transformers.entries import quantise
+from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan
+from samkv_integrations.store.base import MemoryStore, Store
+from samkv_integrations.store.disk import ChunkStore
 from tests.laws.test_device import OnThisThread
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.operations import Operations

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.engine import scheduler as scheduler_module
-from samkv_integrations.engine.costs import CostModel
-from samkv_integrations.model.model import Model
+from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.serving import scheduler as scheduler_module
 from tests.support.asking import ask
 from tests.support.costs import TOKENS_ONLY
 from tests.support.laws import CHUNKS, WHOLE_IS_FASTER, words

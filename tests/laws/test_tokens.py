@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from samkv_integrations import METHODS, Engine, MemoryStore
-from samkv_integrations.cache.windows import MIN_RUN
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Run
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store.windows import MIN_RUN
 from tests.support.laws import TOLERANCE
 from tests.support.models import TEMPLATE, hf_model, tiny_model
 

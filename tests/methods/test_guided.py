@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from samkv_integrations.cache.chunk import BlockScheme
+from samkv_integrations.chunks.chunk import BlockScheme
 from samkv_integrations.methods import guided as module
 from samkv_integrations.methods.base import SelectAll, SelectionInputs
 from samkv_integrations.methods.guided import GuidedRecompute, matching_segments

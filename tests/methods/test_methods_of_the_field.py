@@ -18,13 +18,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.cache.windows import MIN_RUN
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.eviction import EVICTIONS
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.a3 import A3Recompute
-from samkv_integrations.methods.ape import ApeAttention
 from samkv_integrations.methods.base import (
     RecomputeNone,
     SelectAll,
@@ -32,13 +28,17 @@ from samkv_integrations.methods.base import (
     overwrite,
 )
 from samkv_integrations.methods.baselines import RecomputeAll
-from samkv_integrations.methods.cacheblend import CacheblendRecompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import SamkvRecompute, SamkvSelect, fuse
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
+from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
+from samkv_integrations.runtimes.transformers.papers.cacheblend import CacheblendRecompute
+from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
+from samkv_integrations.runtimes.transformers.papers.samkv import SamkvRecompute, SamkvSelect, fuse
+from samkv_integrations.store.windows import MIN_RUN
 from tests.support.chunks import cache_of, decoded
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits, mixed

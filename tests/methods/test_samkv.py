@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.attention_stats import MIN_CHUNKS, stable_layers
-from samkv_integrations.cache.chunk import BlockScheme
-from samkv_integrations.cache.formats.quantise import rotate
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.base import (
     Method,
@@ -24,15 +22,20 @@ from samkv_integrations.methods.base import (
     fill_budget,
 )
 from samkv_integrations.methods.baselines import RecomputeAll
-from samkv_integrations.methods.multi_infllm import MultiInfllmSelect
-from samkv_integrations.methods.samkv import (
+from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.runtimes.transformers.entries.attention_stats import (
+    MIN_CHUNKS,
+    stable_layers,
+)
+from samkv_integrations.runtimes.transformers.entries.quantise import rotate
+from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
+from samkv_integrations.runtimes.transformers.papers.samkv import (
     SamkvRecompute,
     SamkvSelect,
     fuse,
     personalise,
     selected_share,
 )
-from samkv_integrations.prompt.layout import ChunkPart, Layout
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded
 from tests.support.layouts import layout_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.model.attention import attention
+from samkv_integrations.runtimes.transformers.model.attention import attention
 from tests.support.covering import covering
 
 HEADS, DIM, KEYS, SCALING = 6, 8, 37, 0.4
@@ -75,7 +75,9 @@ def test_zeros_and_products_in_16_bits_change_nothing(
 
     products: whether this processor has attention with a mask computed as products of matrices.
     """
-    monkeypatch.setattr("samkv_integrations.model.attention.products_are_faster", lambda: True)
+    monkeypatch.setattr(
+        "samkv_integrations.runtimes.transformers.model.attention.products_are_faster", lambda: True
+    )
     n_rows, n_keys = shape
     n_keys = n_rows if masked == "causal" else n_keys
     shapes = ((HEADS, n_rows), (2, n_keys), (2, n_keys))

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from benchmarks.models import random_model
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
-from samkv_integrations.model.loading import load_model, load_tokenizer
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.sampling import Sampler, Sampling
+from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Once upon a time"
@@ -86,7 +86,8 @@ class TestLoading:
         hf_model("llama").to(stored).save_pretrained(tmp_path)
         byte_tokenizer(bos=True).save_pretrained(tmp_path)
         monkeypatch.setattr(
-            "samkv_integrations.model.loading.bfloat16_is_slow", lambda device: is_slow
+            "samkv_integrations.runtimes.transformers.model.loading.bfloat16_is_slow",
+            lambda device: is_slow,
         )
         expected = torch.float32 if is_slow else stored
         assert load_model(str(tmp_path), device="cpu").dtype == expected

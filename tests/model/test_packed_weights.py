@@ -19,13 +19,13 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from samkv_integrations import Engine, MemoryStore
-from samkv_integrations.engine.doctor import examine
 from samkv_integrations.errors import InvalidOption, ModelNotFound
-from samkv_integrations.model import loading, packed_weights
-from samkv_integrations.model.gguf_file import GgufFile
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.packed_weights import (
+from samkv_integrations.lab.doctor import examine
+from samkv_integrations.runtimes.transformers.model import loading, packed_weights
+from samkv_integrations.runtimes.transformers.model.gguf_file import GgufFile
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.packed_weights import (
     Buffer,
     FileMatrix,
     Int4Matrix,
@@ -359,9 +359,10 @@ class TestChoices:
 
 WITHOUT_BFLOAT16 = """
 import sys, torch
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.packed_weights import LargeInt8Matrix, large_kind
-assert large_kind() is not LargeInt8Matrix  # its sums overflow
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model import packed_weights
+from samkv_integrations.runtimes.transformers.model.packed_weights import large_kind
+assert large_kind() is not packed_weights.LargeInt8Matrix  # its sums overflow
 plain, model = (load_model(sys.argv[1], device="cpu", weights=w) for w in ("unpacked", "packed"))
 assert plain.dtype == model.dtype == torch.float32 and model.weights == "packed"
 ids = torch.arange(3, 40)[None]

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cache.store import MemoryStore
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, UnsupportedModel
-from samkv_integrations.model.decode_layer import is_plain
-from samkv_integrations.model.loading import load_model
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.decode_layer import is_plain
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.disk import ChunkStore
 from tests.support.asking import announce
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits, plain_logits
 from tests.support.models import byte_tokenizer, hf_model

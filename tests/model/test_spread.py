@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from samkv_integrations.cache.store import MemoryStore
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.store.base import MemoryStore
 from tests.support.laws import CHUNKS, PROMPT, first_logits
 from tests.support.models import byte_tokenizer, hf_model
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.cache.index.index import Entry, Index, IndexedChunks
-from samkv_integrations.cache.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt.layout import PromptChunk, Run, find_runs
+from samkv_integrations.store.index import Entry, Index, IndexedChunks
+from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, Found, MemoryIndex, Windows
 from tests.support.chunks import TINY
 from tests.support.stores import Files
 

@@ -30,18 +30,18 @@ PUBLIC = (
     "llama_index.vector_stores.samkv",
     "samkv_integrations",
     "samkv_integrations.chroma",
-    "samkv_integrations.cluster",
-    "samkv_integrations.eviction",
+    "samkv_integrations.ingest.cluster",
+    "samkv_integrations.runtimes.transformers.eviction",
     "samkv_integrations.methods",
-    "samkv_integrations.model",
+    "samkv_integrations.runtimes.transformers.model",
     "samkv_integrations.prompt",
 )
 """Modules whose ``__all__`` is for users."""
 
 CONTRACTS = (
-    "samkv_integrations.cache.store",
+    "samkv_integrations.store.base",
     "samkv_integrations.errors",
-    "samkv_integrations.eviction.base",
+    "samkv_integrations.runtimes.transformers.eviction.base",
     "samkv_integrations.methods.base",
 )
 """Modules of which every name without an underscore is for users, who may build on it."""

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 from samkv_integrations.cli.app import app
-from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.server.bodies import Asked, ChatRequest, CompletionRequest, Samkv
 from samkv_integrations.server.service import Metrics
 from samkv_integrations.server.tenancy import ApiKeys, Tenant
+from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.models import tiny_model
 
 ROOT = Path(__file__).parents[2]

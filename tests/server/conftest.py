@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.scheduler import Limits, Scheduler
-from samkv_integrations.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Limits, Scheduler
 from tests.support.asgi import Client
 from tests.support.models import tiny_model
 

@@ -8,11 +8,11 @@ from threading import Thread
 import httpx
 import pytest
 
-from samkv_integrations.engine.scheduler import Limits, Scheduler
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Limits, Scheduler
 from tests.support.asgi import PATIENCE_S
 from tests.support.models import tiny_model
 from tests.support.steps import Steps

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 from tests.server.conftest import KEYS, App
 from tests.support.asgi import Client
 from tests.support.served import PROMPT, TEXTS

@@ -16,11 +16,11 @@ from llama_index.llms.openai_like import OpenAILike
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from samkv_integrations.engine.scheduler import Scheduler
-from samkv_integrations.model.quoting import Chat
+from samkv_integrations.prompt.quoting import Chat
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Scheduler
 from tests.server.conftest import App
 from tests.support.live_server import answering
 from tests.support.tools import dictated, tool_model

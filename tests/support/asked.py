@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
 
 
 def listen(monkeypatch: pytest.MonkeyPatch, told: Callable[..., Any]) -> None:

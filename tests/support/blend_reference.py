@@ -11,17 +11,17 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import BlockScheme, ChunkCache, Fingerprint
-from samkv_integrations.cache.hot import HotChunks
-from samkv_integrations.cache.store import MemoryChunk, MemoryStore
-from samkv_integrations.engine.blend import Blend, PassPlan, plan_pass
-from samkv_integrations.engine.loader import Context
-from samkv_integrations.engine.working_cache import DenseCache
+from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, Fingerprint
 from samkv_integrations.methods.base import Positions, ProbedLayer, Update, overwrite
-from samkv_integrations.methods.samkv import fuse
-from samkv_integrations.model.families import Rotation
-from samkv_integrations.model.model import Model
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
+from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
+from samkv_integrations.runtimes.transformers.model.families import Rotation
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.papers.samkv import fuse
+from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
+from samkv_integrations.runtimes.transformers.passes.loader import Context
+from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
+from samkv_integrations.store.base import MemoryChunk, MemoryStore
 from tests.support.chunks import TINY, decoded, random_chunk
 from tests.support.laws import mixed
 from tests.support.models import turned

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import ChunkCache
-from samkv_integrations.cache.files.chunk_file import ChunkFile, encode
-from samkv_integrations.cache.store import StoredChunk
+from samkv_integrations.chunks.chunk import ChunkCache
+from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk_file import ChunkFile, encode
 
 SECRET = bytes(range(100, 132))
 NAMESPACE = 'Müller "& co"'

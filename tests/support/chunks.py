@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samkv_integrations.cache.chunk import (
+from samkv_integrations.chunks.chunk import (
     BlockMeans,
     ChunkCache,
     ChunkStatistics,
     Fingerprint,
     normalise,
 )
-from samkv_integrations.cache.formats.quantise import EntryFormat, groups
-from samkv_integrations.engine.engine import Engine
+from samkv_integrations.engine import Engine
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat, groups
 
 TINY = Fingerprint(
     model="tiny",

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app as cli
-from samkv_integrations.engine.scheduler import Limits, Scheduler
-from samkv_integrations.model.loading import load_model
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.runtimes.transformers.model.loading import load_model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Limits, Scheduler
 from tests.support.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
 KEY = "sk-of-the-tests-0001"

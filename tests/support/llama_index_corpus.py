@@ -16,7 +16,7 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.embedding import HashingEmbedding
+from samkv_integrations.chroma.embedding import HashingEmbedding
 from tests.support.records import (
     CHAT_TEMPLATE,
     COMPLETION_TEMPLATE,

@@ -11,7 +11,7 @@ import pytest
 from llama_index.core import Settings
 from llama_index.core.llms.mock import MockLLM
 
-from samkv_integrations.model.quoting import RenderedPrompt
+from samkv_integrations.prompt.quoting import RenderedPrompt
 from tests.support.asked import listen
 from tests.support.llama_index_corpus import Corpus, ingest
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.datasets import Question, load
 from samkv_integrations import AnswerStream, Engine
-from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.evaluation import f1_words
+from samkv_integrations.chroma.embedding import HashingEmbedding
+from samkv_integrations.lab.evaluation import f1_words
 from tests.support.handles import HANDLE
 
 TOP_K = 4

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from samkv_integrations.cache.hot import copying
+from samkv_integrations.runtimes.transformers.entries.hot import copying
 
 DEVICE = torch.device("cuda:0")
 

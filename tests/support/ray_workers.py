@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.cache.disk import ChunkStore
-from samkv_integrations.cluster import CacheWorker
-from samkv_integrations.engine import chunks as chunks_module
-from samkv_integrations.engine.prefill import prefill
-from samkv_integrations.llm.engine_args import ModelSource
+from samkv_integrations.chunks import caching as chunks_module
+from samkv_integrations.frameworks.engine_args import ModelSource
+from samkv_integrations.ingest.cluster import CacheWorker
+from samkv_integrations.runtimes.transformers.passes.prefill import prefill
+from samkv_integrations.store.disk import ChunkStore
 
 PUTS = 2
 """Files that a worker which is killed has written of its batch by then."""

@@ -11,12 +11,12 @@ import httpx
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.embedding import HashingEmbedding
-from samkv_integrations.engine.scheduler import Scheduler
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.records import TEXTS, builtin
 
 RED, BLUE = "sk-of-the-red-team", "sk-of-the-blue-team"

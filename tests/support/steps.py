@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from torch import Tensor
 
-from samkv_integrations.engine import scheduler as module
-from samkv_integrations.engine.decode import Decoder
-from samkv_integrations.engine.scheduler import Scheduler
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder
+from samkv_integrations.serving import scheduler as module
+from samkv_integrations.serving.scheduler import Scheduler
 
 PATIENCE_S = 60
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from samkv_integrations import ChunkStore
-from samkv_integrations.cache.index.index import Entry
+from samkv_integrations.store.index import Entry
 
 
 def twin_folders(folder: Path, *names: str) -> list[Path]:

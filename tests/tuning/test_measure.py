@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.evaluation import Question
-from samkv_integrations.tuning import FULL, Measurer, candidates
+from samkv_integrations.lab.evaluation import Question
+from samkv_integrations.lab.tuning import FULL, Measurer, candidates
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files
 

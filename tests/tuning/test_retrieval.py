@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations import tuning
+from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.embedding import HashingEmbedding
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.evaluation import Question
-from samkv_integrations.tuning import Retrieved, with_documents
+from samkv_integrations.lab import tuning
+from samkv_integrations.lab.evaluation import Question
+from samkv_integrations.lab.tuning import Retrieved, with_documents
 from tests.support.chroma_link import link_of
 
 TEXTS = ["[Hesmere]\nHesmere lies on the Hidow.", "[Kronstead]\nKronstead lies on the Ava."]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.evaluation import Question
-from samkv_integrations.tuning import (
+from samkv_integrations.lab.evaluation import Question
+from samkv_integrations.lab.tuning import (
     LEAST_CHECKED,
     MOST_TRIED,
     Compared,

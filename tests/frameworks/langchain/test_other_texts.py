@@ -16,7 +16,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVDocumentCompressor
 from samkv_integrations import Engine
-from samkv_integrations.engine.report import Report
+from samkv_integrations.report import Report
 from tests.support.langchain_chains import TEMPLATE, join
 from tests.support.records import builtin
 

@@ -15,7 +15,7 @@ from langchain_chroma import Chroma
 from langchain_core.documents import Document
 
 import samkv_integrations.chroma.link
-import samkv_integrations.engine.chunks
+import samkv_integrations.chunks.caching
 from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.link import ChromaLink
@@ -60,7 +60,7 @@ def doc(id_: str | None, text: str, **metadata: Any) -> Document:
 
 def forbid_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no chunk may be read by the model."""
-    monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", _not_called)
+    monkeypatch.setattr(samkv_integrations.chunks.caching, "prefill", _not_called)
 
 
 class TestAdd:

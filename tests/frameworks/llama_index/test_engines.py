@@ -15,7 +15,7 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
-import samkv_integrations.engine.chunks
+import samkv_integrations.chunks.caching
 from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
@@ -148,7 +148,7 @@ class TestCacheTransform:
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.engine.chunks, "prefill", not_called)
+        monkeypatch.setattr(samkv_integrations.chunks.caching, "prefill", not_called)
         nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 5000)]
         with pytest.raises(InvalidChunk, match="split it"):
             SamKVCacheTransform(engine=corpus.engine)(nodes)

@@ -20,7 +20,7 @@ from llama_index.llms.samkv import SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
-from samkv_integrations.engine.report import Report
+from samkv_integrations.report import Report
 from tests.support.records import builtin
 
 RECORDS = Path(__file__).parents[3] / "examples" / "town_records"

@@ -44,17 +44,16 @@ from llama_index.llms.samkv.conversion import (
     with_system_prompt,
 )
 from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import AnswerStream, off_loop
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
-from samkv_integrations.llm.engine_args import MADE_BY, ModelSource
-from samkv_integrations.llm.local_llm import (
+from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource
+from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     LocalLLM,
     checked_generate_kwargs,
 )
-from samkv_integrations.llm.tool_calls import (
+from samkv_integrations.frameworks.tool_calls import (
     ShownText,
     ToolAnswer,
     ToolUse,
@@ -65,6 +64,7 @@ from samkv_integrations.llm.tool_calls import (
 )
 from samkv_integrations.prompt.rag_template import check_text
 from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.serving.stream import AnswerStream, off_loop
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool

@@ -16,12 +16,18 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.prompts import PromptTemplate
 
-from samkv_integrations.engine.report import Report
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.local_llm import usage_of
-from samkv_integrations.llm.tool_calls import ToolAnswer, ToolCall, arguments_of, merged, turn_of
-from samkv_integrations.model.model import Model
-from samkv_integrations.model.quoting import RenderedPrompt
+from samkv_integrations.frameworks.local_llm import usage_of
+from samkv_integrations.frameworks.tool_calls import (
+    ToolAnswer,
+    ToolCall,
+    arguments_of,
+    merged,
+    turn_of,
+)
+from samkv_integrations.prompt.quoting import RenderedPrompt
+from samkv_integrations.report import Report
+from samkv_integrations.runtimes.transformers.model.model import Model
 
 
 def with_system_prompt(

@@ -19,14 +19,14 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from llama_index.vector_stores.chroma.base import _to_chroma_filter
 
-from samkv_integrations.cache.chunk import normalise
 from samkv_integrations.chroma.client import chroma_errors, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.engine.engine import Engine
-from samkv_integrations.engine.stream import twin
+from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.llm.engine_args import EngineRef, known_arguments
+from samkv_integrations.frameworks.engine_args import EngineRef, known_arguments
+from samkv_integrations.serving.stream import twin
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):

@@ -1,1 +1,0 @@
-"""Chunk files: one safetensors file for each chunk."""

@@ -1,1 +1,0 @@
-"""How keys and values are stored: in 2 to 16 bits, and unrotated."""

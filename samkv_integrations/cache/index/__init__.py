@@ -1,1 +1,0 @@
-"""The index of a store's chunk files, in SQLite."""

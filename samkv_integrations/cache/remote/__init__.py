@@ -1,1 +1,0 @@
-"""The remote tier: chunk caches in a bucket that machines share."""

@@ -1,0 +1,1 @@
+"""What a chunk is, and how its cache is made."""

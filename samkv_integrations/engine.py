@@ -1,0 +1,442 @@
+"""The engine caches chunks once, and answers prompts from their caches."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Literal, Unpack
+
+import torch
+
+from samkv_integrations.chunks.caching import Chunks, RecentKeys, prefix_budget
+from samkv_integrations.chunks.chunk import BlockScheme, Fingerprint, normalise
+from samkv_integrations.errors import ChunkNotCached, InvalidOption
+from samkv_integrations.lab.tuned import choices_of
+from samkv_integrations.methods import Method
+from samkv_integrations.options import EngineOptions, check_on_miss, check_options
+from samkv_integrations.plan.costs import CostModel, keep_costs, kept_costs, measure
+from samkv_integrations.plan.kept_sequences import KeptSequences
+from samkv_integrations.plan.request import AS_TEXT, AnswerOptions, AnswerSettings, Request
+from samkv_integrations.prompt.quoting import RenderedPrompt
+from samkv_integrations.prompt.rag_template import check_texts
+from samkv_integrations.prompt.reader import Prompt, PromptReader
+from samkv_integrations.prompt.resolve import OnMiss, Resolved
+from samkv_integrations.runtimes.transformers.eviction import Eviction, get_eviction
+from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.decode import force
+from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy, prefix_ids
+from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
+from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, SchemaReader
+from samkv_integrations.serving.scheduler import OWNER, Scheduler
+from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
+from samkv_integrations.serving.tracing import Trace
+from samkv_integrations.store.base import MemoryStore, Store
+
+
+class Engine:
+    """Answers from chunk caches.
+
+    Args:
+        model: the model, see `Model`.
+        store: where chunk caches are kept; None for this process's memory.
+        method, eviction, store_bits, ...: see `EngineOptions`.
+        scheduler: runs the model, and may be shared by engines of the same model; None for a new
+            one.
+
+    Threads and tasks may share an engine. Their answers are decoded together, see `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        store: Store | None = None,
+        *,
+        method: str | Method | None = None,
+        eviction: str | Eviction | None = None,
+        block_size: int | Literal["auto"] = "auto",
+        prefix: PrefixPolicy = "auto",
+        prefix_text: str = "",
+        store_bits: int | None = None,
+        prefix_bytes: int | str | None = None,
+        hot_bytes: int | str | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        if not isinstance(model, Model):
+            raise InvalidOption(
+                f"model={model!r} is no Model; Engine.from_pretrained takes a name or a folder, "
+                "and Model(model, tokenizer, name) what transformers has loaded"
+            )
+        if isinstance(store, str | os.PathLike):
+            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
+        given = {
+            "prefix": prefix, "prefix_text": prefix_text, "prefix_bytes": prefix_bytes,
+            "hot_bytes": hot_bytes,
+        }  # fmt: skip
+        check_options(EngineOptions, given)
+        self.model = model
+        self.store: Store = MemoryStore() if store is None else store
+        self.method, self.store_bits, self.tuned = choices_of(
+            model, self.store, method, eviction, store_bits
+        )
+        self.eviction = eviction
+        self.prefix = prefix_ids(model, prefix, prefix_text)
+        self.prefixes = KeptSequences[FirstEntries](prefix_budget(model, prefix_bytes))
+        self._announced = RecentKeys()
+        self.scheduler = Scheduler.of(model, scheduler)
+        scheme = None if block_size == "auto" else BlockScheme(size=block_size)
+        self.chunks = Chunks(
+            model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
+            hot_bytes=hot_bytes, run=partial(self.scheduler.run, may_pause=True),
+            on_change=self.prefixes.clear,
+        )  # fmt: skip
+        self.prefix_bytes, self.hot_bytes = prefix_bytes, hot_bytes
+        self._schemas = SchemaReader()
+        self._reader = PromptReader(model, self.store, self.chunks.outage)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        store: Store | None = None,
+        *,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        weights: Literal["auto", "packed", "unpacked", "int8"] = "auto",
+        model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Engine:
+        """An engine for the model ``name``: a hub id, a folder or a GGUF file.
+
+        device, dtype, weights, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the
+        class.
+        """
+        check_options(EngineOptions, options)  # before the model is loaded, which takes time
+        model = load_model(
+            name, device=device, dtype=dtype, weights=weights, model_kwargs=model_kwargs,
+            tokenizer_kwargs=tokenizer_kwargs,
+        )  # fmt: skip
+        return cls(model, store, **options)
+
+    # -- chunks -----------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Identity of the caches that this engine writes and accepts, for the current weights."""
+        return self.chunks.follow_model()
+
+    def refresh(self) -> bool:
+        """Hash the model again, after a change that `Identity.look` misses; True if it changed."""
+        before = self.chunks.fingerprint
+        self.model.identity.refresh()
+        return self.fingerprint != before
+
+    def key_of(self, text: str) -> str:
+        """The key of the chunk cache of ``text``, whether or not it exists."""
+        return self.chunks.refer([text])[0].key
+
+    def issue_handle(self, text: str) -> str | None:
+        """A new handle, which stands for ``text`` in a prompt; None if the text has no cache.
+
+        It is valid for this engine only, for an hour. A prompt with the handle reads the text, so
+        issue handles only to callers who may read it.
+        """
+        (ref,) = self.chunks.look_up(self.chunks.refer([text]), "exists")
+        return self._reader.handles.issue(ref.text) if ref.state == "cached" else None
+
+    def is_cached(self, text: str) -> bool:
+        """Whether an intact cache of ``text`` is stored; the whole cache is read and verified.
+
+        Raises InvalidChunk if ``text`` is empty, or longer than the context window.
+        """
+        (ref,) = self.chunks.look_up(self.chunks.refer([text], must_fit=True))
+        return ref.state == "cached"
+
+    def cache_chunks(self, texts: Sequence[str], *, progress: bool = False) -> list[str]:
+        """Compute and store the caches of chunks, several a pass; returns their keys in order.
+
+        An intact cache is left alone, a damaged one is computed again.
+
+        Raises:
+            InvalidChunk: a text is empty, or longer than the context window.
+            StoreError: the store cannot be written; caches stored before stay.
+        """
+        return [ref.key for ref in self.chunks.cache(texts, progress=progress)]
+
+    def announce(
+        self,
+        texts: Sequence[str],
+        on_miss: OnMiss = "text",
+        *,
+        names: Sequence[str] = (),
+        remedy: str = "ingest it again",
+    ) -> None:
+        """Prepare for chunks that a retriever has found, and that the next prompt will contain.
+
+        Prompts are searched for them first, even if they are not stored, and their caches are read
+        ahead. If the next prompt of this thread or task contains none of them, a warning is logged.
+
+        on_miss: what to do now for a chunk without a cache: ``compute`` and store it, ``text``
+            (nothing: the prompt computes its text) or ``error``. If the store cannot be written,
+            the chunk stays a miss: a full disk must not fail a request.
+        names, remedy: for the error: what the chunks are called, and how to cache them again.
+
+        Raises:
+            ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
+            InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
+        """
+        check_on_miss(on_miss)
+        began, chunks = time.perf_counter(), self.chunks
+        since = chunks.deletions()
+        found = chunks.refer(texts, must_fit=on_miss != "text")
+        if on_miss == "compute":
+            with chunks.outage.survived():
+                found = chunks.look_up(chunks.agree(found), "opens")
+                chunks.compute([ref for ref in found if ref.state == "missed"], since=since)
+            missed = {ref.key for ref in found if ref.state == "missed"}
+            if made := [key for key in missed if self.store.contains(key, chunks.fingerprint)]:
+                self._announced.add(made, (time.perf_counter() - began) / len(made))
+        elif on_miss == "error":
+            for place, ref in enumerate(chunks.look_up(found, "opens")):
+                if ref.state == "missed":
+                    named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
+                    raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
+        self.store.begin_to_fetch([ref.key for ref in found], chunks.fingerprint)
+        chunks.hot.warm(found, chunks.fingerprint)
+        self._reader.expect(found, for_next_prompt=True)
+
+    def expect(self, texts: Sequence[str]) -> None:
+        """Search prompts for these chunks first, even if they are not stored.
+
+        Chunks in the store are found anyway. One without a usable cache counts as a miss, which
+        the answer's ``on_miss`` decides on.
+        """
+        self._reader.expect(self.chunks.refer(texts))
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Delete the caches and texts of these chunks, for every model; returns how many chunks.
+
+        Records in a vector store stay, and would be cached again. Raises StoreError on failure.
+        """
+        try:
+            return self.chunks.forget(texts)
+        finally:
+            self._reader.forget(texts)
+            self.prefixes.clear()
+
+    def delete(self, keys: Collection[str], *, is_final: bool = True) -> int:
+        """Delete chunk caches by key, from memory too; returns how many existed.
+
+        is_final: False if the same texts may be added again at once, as indexers do. Then their
+            caches wait in memory for a minute, 256 MB at most; no prompt finds them there.
+
+        Raises StoreError if one cannot be deleted, InvalidOption if ``keys`` are not strings.
+        """
+        keys = check_texts("keys", keys)
+        try:
+            return self.chunks.delete(sorted(keys), is_final=is_final)
+        finally:
+            self._reader.forget(keys=set(keys))
+            self.prefixes.clear()
+
+    def render(self, prompt: Prompt) -> RenderedPrompt:
+        """The prompt as one string. Raises InvalidOption if the chat template refuses it."""
+        return self._reader.render(prompt)
+
+    def found_in(self, prompt: Prompt) -> list[str]:
+        """The texts of the chunks in a prompt, those of handles too, in order, each once."""
+        found: dict[str, None] = {}
+        for chunk in self._reader.read(prompt, None, self.chunks.fingerprint)[1]:
+            text = chunk.text
+            if text is None and chunk.key:
+                with self.chunks.outage.survived():
+                    text = self.store.text(chunk.key)
+            if text is None:
+                text = self.model.detokenize(chunk.token_ids)
+            found[normalise(text)] = None
+        return list(found)
+
+    def count_tokens(self, prompt: Prompt, *, most: int | None = None) -> int:
+        """Tokens of a prompt, or of a part of one. A handle counts as many as its chunk.
+
+        most: raises PromptTooLong if there are more; None for no limit.
+        """
+        return self._reader.count_tokens(prompt, self.chunks.fingerprint, most=most)
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
+    ) -> Answer:
+        """The answer to ``prompt``.
+
+        prompt: see `Prompt`.
+        chunks: texts of chunks that it contains, besides handles; None to find all that the store
+            holds or `expect` named. The prompt is tokenised as transformers would. Runs of at least
+            16 token ids that are a chunk's are taken from its cache; all others are computed.
+        options: see `OwnAnswerOptions` and `SamplingOptions`.
+
+        Raises:
+            PromptTooLong: prompt and answer exceed the context window.
+            HandleError: something cut a handle in two.
+            ChunkNotCached: a chunk has no usable cache and on_miss is ``error``.
+            TimedOut: the answer was not complete after ``timeout`` seconds.
+            Overloaded: more answers wait than the scheduler's limits allow.
+            InvalidOption, UnknownOption: an argument is wrong.
+            MissingExtra: an option needs an extra that is not installed.
+        """
+        stream = self.stream(prompt, chunks, **options)
+        return Answer.of("".join(stream), stream)
+
+    async def agenerate(
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
+    ) -> Answer:
+        """Like `generate`, for asynchronous code; occupies no thread while it waits."""
+        async with await self.astream(prompt, chunks, **options) as stream:
+            return Answer.of("".join([piece async for piece in stream]), stream)
+
+    def stream(
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
+    ) -> AnswerStream:
+        """Like `generate`, but returns an iterator over pieces of text.
+
+        The first token is computed before this returns, so errors in the arguments raise here.
+        """
+        return self._ask(prompt, chunks, options).start()
+
+    async def astream(
+        self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
+    ) -> AnswerStream:
+        """Like `stream`, for asynchronous code: read it with ``async for``."""
+        return await (await off_loop(self._ask, prompt, chunks, options)).astart()
+
+    def _ask(
+        self, prompt: Prompt, chunks: Sequence[str] | None, options: AnswerOptions
+    ) -> AnswerStream:
+        """Read the prompt and decide on its settings, in the caller's thread."""
+        began, settings = time.perf_counter(), AnswerSettings.of(**options)
+        trace = Trace(self.model.name, prompt, settings, began)
+        resolved = None
+        try:
+            resolved = self._read(prompt, chunks, settings)
+            request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
+            request.look_up()  # here, so that the model's thread need not wait for files
+        except BaseException as error:
+            if resolved is not None:
+                resolved.close()
+            trace.end(time.perf_counter(), error=error)
+            raise
+        announced: dict[str, float] = {}  # seconds that `announce` took for chunks of the prompt
+        for chunk in resolved.chunks:
+            if (seconds := self._announced.take(chunk.key)) is not None:
+                announced[chunk.key] = seconds
+            chunk.computed_now |= chunk.key in announced
+        request.announce_s = sum(announced.values())
+        request.asked = time.perf_counter()
+        return AnswerStream(self.scheduler, request, trace)
+
+    def logits(
+        self,
+        prompt: Prompt,
+        chunks: Sequence[str] | None = None,
+        *,
+        follow: Sequence[int] = (),
+        method: str | Method | None = None,
+        eviction: str | Eviction | None = None,
+    ) -> torch.Tensor:
+        """Logits of the answer's first token, and after each token of ``follow``.
+
+        Returns (1 + len(follow), vocabulary) float32 on the CPU. The other arguments and the errors
+        are those of `generate`. Chunks without a cache are computed as text.
+        """
+        n_known = self.model.config.vocab_size
+        if unknown := [token for token in follow if not 0 <= token < n_known]:
+            raise InvalidOption(
+                f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has {n_known}, "
+                "counted from 0"
+            )
+        settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
+
+        def compute() -> torch.Tensor:
+            return force(self.request(resolved, settings, max(1, len(follow))), follow)[0]
+
+        with self.resolve(prompt, chunks) as resolved:
+            return self.scheduler.run(compute)
+
+    def resolve(
+        self, prompt: Prompt, chunks: Sequence[str] | None = None,
+        settings: AnswerSettings = AS_TEXT,
+    ) -> Resolved:  # fmt: skip
+        """The tokens of a prompt, and the open caches of its chunks; a context manager.
+
+        Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
+        missed chunk is text.
+        """
+        resolved = self._read(prompt, chunks, settings)
+        try:
+            resolved.open(behind=0)
+        except BaseException:
+            resolved.close()
+            raise
+        return resolved
+
+    def _read(
+        self, prompt: Prompt, chunks: Sequence[str] | None, settings: AnswerSettings
+    ) -> Resolved:
+        """The tokens of a prompt and its chunks, whose caches are not opened yet."""
+        generation = self.model.identity.look()
+        made_by, since = self.chunks.follow_model(), self.chunks.deletions()
+        self.prefixes.follow(since)
+        window = settings.window_of(self.model)
+        token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
+        if not token_ids:
+            raise InvalidOption("the prompt is empty; it must hold at least one token")
+        if chunks is None:
+            self._reader.see_announced(found, must_hold=settings.on_miss == "error")
+        return Resolved(
+            token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
+            outage=self.chunks.outage, on_miss=settings.on_miss, since=since, generation=generation,
+            hot=self.chunks.hot,
+        )  # fmt: skip
+
+    def request(
+        self, resolved: Resolved, settings: AnswerSettings, capacity: int, began: float = 0.0
+    ) -> Request:
+        """The request that `first_token` answers, with room for ``capacity`` tokens.
+
+        began: when the caller asked, for its timeout (`time.perf_counter`); 0 for now.
+        """
+        began = began or time.perf_counter()
+        method, schema, form = settings.method or self.method, settings.json_schema, None
+        given = self.eviction if settings.eviction is None else settings.eviction
+        rule, end_ids = get_eviction(given), self.model.end_ids(settings.stop_ids)
+        if schema is not None:
+            until = None if settings.timeout is None else began + settings.timeout
+            form = JsonConstraint(self.model, schema, end_ids, self._schemas, OWNER.get(), until)
+        return Request(
+            chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
+            settings=settings, end_ids=end_ids, form=form, began=began,
+            stable_layers=self.chunks.stable_layers if "statistics" in method.needs else (),
+            # full prefill leaves out the rule that is the method's own
+            eviction=method.eviction if given is None else rule, whole_eviction=rule,
+            costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,
+        )  # fmt: skip
+
+    # -- what passes cost -------------------------------------------------------------------
+
+    @cached_property
+    def costs(self) -> CostModel:
+        """The cost of passes on this machine: as `calibrate` measured, else as assumed."""
+        return kept_costs(self.model, self.store)
+
+    def calibrate(self) -> CostModel:
+        """Measure the cost of passes on this machine, and keep it beside the caches.
+
+        Takes some seconds. Raises StoreError if the store cannot be written.
+        """
+        self.costs = self.scheduler.run(partial(measure, self.model, self.fingerprint.entry_format))
+        keep_costs(self.model, self.store, self.costs)
+        return self.costs

@@ -1,1 +1,0 @@
-"""From chunks to caches, and from prompts to answers."""

@@ -1,0 +1,1 @@
+"""Reading documents, and caching them on several machines."""

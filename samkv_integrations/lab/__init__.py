@@ -1,0 +1,1 @@
+"""Judging, tuning and looking at what the engine does."""

@@ -1,0 +1,198 @@
+"""The doctor checks that a model is computed exactly, and advises on its settings.
+
+It takes seconds on a small model. The checks of exactness come first: each computes the same
+numbers in two ways, one of them transformers' own, and a failure is a defect. Then comes advice,
+which never fails: when full prefill is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.engine import Engine
+from samkv_integrations.methods import METHODS
+from samkv_integrations.plan.costs import is_whole
+from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.runtimes.transformers.entries.quantise import (
+    rotate,
+    unrotate,
+)
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.store.disk import ChunkStore
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
+"""Largest difference that rounding may cause, as a share of the largest number compared."""
+
+DECODED_TOKENS = 12
+"""Tokens after the first one whose logits are compared."""
+
+CHUNKS = (
+    "[Harbour]\nThe harbour of Ostmere was built in 1874. Its lighthouse is painted green.",
+    "[Library]\nThe town library holds 5120 books; it opens at nine and closes at six.",
+    "[Railway]\nTwo trains a day run to Ostmere.\nThe line was laid by Ida Brandt.",
+)
+
+QUESTION = "Who laid the railway line to Ostmere?"
+
+PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
+
+CHUNK_TOKENS, QUESTION_TOKENS = 256, 32
+"""Lengths of a chunk and of the question, in the prompts that times are estimated for."""
+
+LONGEST_TOKENS = 2**16
+"""Longest context that times are estimated for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check and its outcome."""
+
+    name: str
+    ok: bool
+    detail: str
+
+    def to_row(self) -> dict[str, str | bool]:
+        """The check as a row of ``samkv doctor --json``."""
+        return {"check": self.name, "ok": self.ok, "detail": self.detail}
+
+
+def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
+    """Yields the checks of ``model`` one by one.
+
+    store: where the measured costs are kept; nothing else is written to disk.
+
+    Raises StoreError if the store cannot be written.
+    """
+    # 16 bits, so that the store rounds nothing
+    engine = Engine(model, method="recompute", prefix="bos", store_bits=16)
+    engine.cache_chunks(CHUNKS)
+    with torch.inference_mode():
+        for check in (_full_prefill, _prefix_reuse, _rotation, _tokens):
+            yield check(engine)
+    yield speed_advice(Engine(model, store))
+
+
+# -- exactness --------------------------------------------------------------------------------
+
+
+def _full_prefill(engine: Engine) -> Check:
+    """Logits of a prompt's first token, and of tokens that are decoded after it."""
+    follow = engine.model.tokenize(CHUNKS[1], special=False)[:DECODED_TOKENS]
+    ours, plain = _logits(engine, PROMPT, CHUNKS, "recompute", follow)
+    reused, _ = _logits(engine, PROMPT, CHUNKS, "reuse", follow)
+    contrast = f"; reusing every chunk as it is changes them by {_largest(reused - plain):.1e}"
+    return _compare("full prefill and decoding", engine.model, "logits", ours, plain, contrast)
+
+
+def _prefix_reuse(engine: Engine) -> Check:
+    """A chunk right behind the prefix is exact: its cache gives the same logits as its text."""
+    bos = engine.model.tokenizer.bos_token or ""  # not every tokenizer adds it to a text
+    prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
+    ours, plain = _logits(engine, prompt, CHUNKS[:1], "reuse")
+    return _compare("prefix reuse", engine.model, "logits", ours, plain)
+
+
+def _rotation(engine: Engine) -> Check:
+    """Compares the keys of every layer at a new position, rotated there by us and by the model."""
+    model = engine.model
+    ids = torch.tensor([model.tokenize(CHUNKS[0], special=False)])
+    here = torch.arange(ids.shape[1])
+    there = here + (model.context_window - ids.shape[1]) // 2
+    captured: list[Tensor] = []
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        captured.append(key[0].transpose(0, 1))  # (T, G, D)
+        return model.attention(layer, query, key, value, scaling, None, True)
+
+    rotations = model.rotation(here), model.rotation(there)
+    hidden = model.embed(ids)
+    for layer in range(model.n_layers):
+        after = model.layer(layer, hidden, *rotations[0].of(layer), attend)
+        model.layer(layer, hidden, *rotations[1].of(layer), attend)
+        hidden = after
+    moved = []
+    for layer, keys in enumerate(captured[0::2]):
+        stored = unrotate(keys, *rotations[0].of(layer))
+        moved.append(rotate(stored, *rotations[1].of(layer)))
+    ours = torch.stack(moved)
+    theirs = torch.stack(captured[1::2])
+    # relative to each rotated pair: a few channels of a key are often far larger than the others
+    pairs = torch.hypot(*theirs.float().chunk(2, dim=-1)).clamp(min=1e-6).repeat(1, 1, 1, 2)
+    how_far = f"; keys of all layers moved by {int(there[0])} positions"
+    return _compare("key rotation", model, "keys", ours / pairs, theirs / pairs, how_far)
+
+
+def _tokens(engine: Engine) -> Check:
+    """Compares the token ids of prompts with those of transformers."""
+    model, kinds = engine.model, "plain prompt"
+    with engine.resolve(PROMPT, CHUNKS) as resolved:
+        same = resolved.token_ids == model.tokenizer(PROMPT).input_ids
+        n_context, n_tokens = resolved.n_context, len(resolved.token_ids)
+    if model.has_chat_template:
+        messages, kinds = [{"role": "user", "content": PROMPT}], "plain prompt and chat"
+        theirs = model.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        with engine.resolve(messages, CHUNKS) as resolved:
+            same &= resolved.token_ids == theirs
+    detail = (
+        f"{kinds}: those of the tokenizer; caches have {n_context} of {n_tokens}"
+        if same
+        else f"{kinds}: not those of the tokenizer"
+    )
+    return Check(name="tokens", ok=same, detail=detail)
+
+
+def _logits(
+    engine: Engine, prompt: str, chunks: Sequence[str], method: str, follow: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """(1 + n, vocabulary) logits before and after n tokens, by ``method`` and by transformers."""
+    model = engine.model
+    with engine.resolve(prompt, chunks) as resolved:
+        ids = torch.tensor([[*resolved.token_ids, *follow]], device=model.device)
+    ours = engine.logits(prompt, chunks, follow=follow, method=method, eviction="none")
+    plain = model.hf(ids, use_cache=False).logits[0, -1 - len(follow) :]
+    return ours, plain.float().cpu()
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max())
+
+
+def _compare(
+    name: str, model: Model, what: str, ours: Tensor, theirs: Tensor, remark: str = ""
+) -> Check:
+    # packed products, which decode, are computed in bfloat16
+    is_rounded = what == "logits" and model.weights != "unpacked"
+    limit = TOLERANCE["bfloat16" if is_rounded else model.dtype_name] * _largest(theirs)
+    difference = _largest(ours.float() - theirs.float())
+    return Check(
+        name=name,
+        ok=difference <= limit,  # false for a NaN too
+        detail=f"{what} differ by {difference:.1e} at most, allowed {limit:.1e}{remark}",
+    )
+
+
+# -- advice -----------------------------------------------------------------------------------
+
+
+def speed_advice(engine: Engine) -> Check:
+    """Measures costs, and tells from which context on `auto` uses caches, in whole chunks."""
+    costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
+    lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
+    verdict = "auto does full prefill, which is faster at any length"
+    for n_tokens in lengths:
+        chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
+        layout = Layout([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
+        if not is_whole(METHODS["auto"], costs, layout):
+            verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
+            break
+    kept = "not kept: give --dir for that"
+    if isinstance(engine.store, ChunkStore):
+        kept = f"kept in {engine.store.path}"
+    return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")

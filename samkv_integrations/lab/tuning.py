@@ -1,0 +1,367 @@
+"""The measurements of ``samkv tune``: settings against full prefill, on a user's own questions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import mean, median
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from samkv_integrations.chroma.link import ChromaLink, nearest
+from samkv_integrations.cli import formatting
+from samkv_integrations.cli.formatting import count
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.lab.evaluation import Paired, Question, is_right
+from samkv_integrations.lab.tuned import TunedSetting
+from samkv_integrations.methods import METHODS, Method
+from samkv_integrations.runtimes.transformers.eviction import NO_EVICTION
+from samkv_integrations.serving.stream import Answer
+
+FULL = "recompute"
+"""The method that every setting is compared with: full prefill."""
+
+Clock = Callable[[], float]
+
+NOISE = 1.1
+"""Times in one step of this factor count as equal: medians differ so much from run to run."""
+
+WORTH = 0.95
+"""A setting must need less than this share of full prefill's time to first token."""
+
+LEAST_QUESTIONS = 5
+"""Three of them are for the choice, and two are held out."""
+
+MOST_QUESTIONS = 400
+"""Most questions for which chunks are retrieved."""
+
+CHOICE_SHARE = 0.6
+"""Share of the time for the choice. The rest is for the check on held-out questions."""
+
+LEAST_ASKED = 8
+"""Questions that a setting is asked before it may be dropped."""
+
+MOST_ASKED = 48
+"""Most questions for the choice."""
+
+LEAST_CHECKED = 16
+"""Held-out questions that a recommended setting must have been asked, if there are so many."""
+
+MOST_TRIED = 3
+"""Settings that are tried on held-out questions. Of many, one would pass by chance."""
+
+LEAST_RIGHT = 0.1
+"""Full prefill must exceed this share of right answers. With fewer there is little to lose."""
+
+_CANDIDATES: Sequence[Mapping[str, Any]] = (
+    {"method": "reuse"},
+    {"method": "reuse", "eviction": "quest", "eviction_budget": 0.1},
+    {"method": "epic"},
+    # `auto` is `samkv-guided`, with full prefill where that is faster
+    {"method": "auto", "eviction": "quest", "eviction_budget": 0.1},
+    {"method": "auto"},
+    {"method": "auto", "set": ("recompute.first=48",)},
+)
+
+
+def candidates(model: str, store_bits: int) -> dict[str, TunedSetting]:
+    """The settings to try, by label, roughly cheapest first. store_bits: of the caches."""
+    made = [TunedSetting(model=model, store_bits=store_bits, **words) for words in _CANDIDATES]
+    return {as_label(setting): setting for setting in made}
+
+
+def as_label(setting: TunedSetting) -> str:
+    """A short name of a setting, such as ``auto, first=48, quest@0.1``."""
+    words = [setting.method, *(option.partition(".")[2] for option in setting.set)]
+    if setting.eviction != NO_EVICTION:
+        budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"
+        words.append(f"{setting.eviction}{budget}")
+    return ", ".join(words)
+
+
+# -- questions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieved:
+    """Questions with their documents, and how many were left out: too long, or a chunk uncached."""
+
+    questions: Sequence[Question]
+    too_long: int
+    uncached: int
+
+
+def with_documents(
+    link: ChromaLink, asked: Sequence[Question], *, top_k: int, max_new_tokens: int, chat: bool
+) -> Retrieved:
+    """Retrieve the ``top_k`` nearest chunks for each question, for at most `MOST_QUESTIONS`.
+
+    A question that brings its own documents keeps them.
+
+    Raises EmptyInput if fewer than `LEAST_QUESTIONS` can be asked, else as `nearest` does.
+    """
+    found: list[Question] = []
+    engine, too_long, uncached = link.engine, 0, 0
+    for question in asked[:MOST_QUESTIONS]:
+        documents = question.documents or tuple(
+            one.text for one in nearest(link, question.question, top_k)
+        )
+        ready = replace(question, documents=documents)
+        chunks = engine.chunks.refer(documents)
+        n_tokens = len(ready.prompt_ids(engine.model, chat=chat)) + max_new_tokens
+        if n_tokens > engine.model.context_window:
+            too_long += 1
+        elif any(ref.state != "cached" for ref in engine.chunks.look_up(chunks, "exists")):
+            uncached += 1
+        else:
+            found.append(ready)
+    if len(found) < LEAST_QUESTIONS:
+        raise EmptyInput(
+            f"{len(found)} of {count(len(asked), 'question')} can be asked, and {LEAST_QUESTIONS} "
+            f"are needed: {too_long} too long for the context window, {uncached} with chunks "
+            "without a cache; give more questions, retrieve fewer chunks with --top-k, or run "
+            "'samkv store sync'"
+        )
+    return Retrieved(questions=found, too_long=too_long, uncached=uncached)
+
+
+# -- one question ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """An answer compared with full prefill's answer to the same prompt.
+
+    right, full: whether the answer is right, and whether full prefill's is.
+    ttft_ratio, kv_ratio: time to first token and bytes of the working cache, over full prefill's.
+    """
+
+    right: bool
+    full: bool
+    ttft_ratio: float
+    kv_ratio: float
+
+
+class Measurer:
+    """Answers questions by full prefill and by other methods. The store is only read.
+
+    engine: without a prefix cache. methods: by label. chat: whether prompts go through the chat
+    template.
+    """
+
+    def __init__(
+        self, engine: Engine, methods: Mapping[str, Method], *, max_new_tokens: int, chat: bool
+    ) -> None:
+        self._engine, self._chat, self._max_new_tokens = engine, chat, max_new_tokens
+        self._methods = {FULL: METHODS[FULL], **methods}
+        self._warm: set[str] = set()
+
+    def compare(self, question: Question, labels: Sequence[str]) -> list[Compared]:
+        """Answer a question by full prefill and by each of ``labels``, and compare the answers."""
+        for label in {FULL, *labels} - self._warm:  # the first pass of a method is slower
+            self._answer(question, label, 1)
+            self._warm.add(label)
+        full = self._answer(question, FULL, self._max_new_tokens)
+        found = []
+        for label in labels:
+            answer = self._answer(question, label, self._max_new_tokens)
+            report = answer.report
+            found.append(
+                Compared(
+                    right=is_right(answer.text, question.answers),
+                    full=is_right(full.text, question.answers),
+                    ttft_ratio=report.ttft_s / full.report.ttft_s,
+                    kv_ratio=report.kv_bytes / report.full_kv_bytes,
+                )
+            )
+        return found
+
+    def _answer(self, question: Question, label: str, max_new_tokens: int) -> Answer:
+        return self._engine.generate(
+            question.prompt(chat=self._chat), question.documents, method=self._methods[label],
+            on_miss="text", max_new_tokens=max_new_tokens,
+        )  # fmt: skip
+
+
+# -- all questions --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing(Paired):
+    """A setting compared with full prefill, over the questions that it was asked.
+
+    ``ttft_ratio`` is a median, ``kv_ratio`` a mean.
+    """
+
+    label: str
+    ttft_ratio: float
+    kv_ratio: float
+
+    @classmethod
+    def over(cls, label: str, answers: Sequence[Compared]) -> Standing:
+        """The standing after these answers, of which there is at least one."""
+        paired = Paired.of([one.right for one in answers], [one.full for one in answers])
+        return cls(
+            label=label, **vars(paired),
+            ttft_ratio=median(one.ttft_ratio for one in answers),
+            kv_ratio=mean(one.kv_ratio for one in answers),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The standings of all settings on the choice, and of the best on held-out questions.
+
+    chosen: the fastest of these that is enough; None for full prefill. why: then the reason.
+    """
+
+    standings: Sequence[Standing]
+    held_out: Sequence[Standing]
+    chosen: Standing | None
+    why: str
+
+
+Compare = Callable[[Question, Sequence[str]], Sequence[Compared]]
+"""See `Measurer.compare`."""
+
+
+class Run:
+    """A comparison of settings. Progress goes to standard error.
+
+    lose: percentage points by which right answers may be below full prefill's. minutes: a question
+    that has begun is still answered. clock: in seconds. Raises InvalidOption.
+    """
+
+    def __init__(
+        self,
+        compare: Compare,
+        *,
+        lose: float = 3.0,
+        minutes: float = 10.0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        if not 0 <= lose < 100:
+            raise InvalidOption(
+                f"lose={lose:g}; it must be a number of points from 0 to below 100, as in 3"
+            )
+        if not minutes > 0:
+            raise InvalidOption(f"minutes={minutes:g}; it must be above 0")
+        self._compare, self._lose, self._minutes, self._clock = compare, lose, minutes, clock
+        self._least = -lose / 100
+
+    def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
+        """Compare all settings on three of five questions, then the best ones on the others.
+
+        If the time is over before enough of either are answered, nothing is chosen.
+        """
+        choice = [one for place, one in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
+        held_out = [one for place, one in enumerate(questions) if place % 5 >= 3]
+        time_s, began = 60 * self._minutes, self._clock()
+        standings = self._standings(labels, choice, began + CHOICE_SHARE * time_s)
+        checked, last, needed = list[Standing](), standings, min(LEAST_ASKED, len(choice))
+        is_cut = self._is_cut(standings, needed)
+        able = [each for each in standings if not self._is_out(each) and self._can_judge(each)]
+        best = sorted(able, key=self._rank)[:MOST_TRIED]
+        tried = [] if is_cut else [each.label for each in best]
+        if tried:
+            needed = min(LEAST_CHECKED, len(held_out))
+            if self._clock() < began + time_s:
+                checked = self._standings(tried, held_out, began + time_s)
+            last, is_cut = checked, not checked or self._is_cut(checked, needed)
+        # not the best on the choice: a few questions there may be chance, and time is not
+        enough = [one for one in checked if one.questions >= needed and self.is_enough(one)]
+        chosen = min(enough, key=self._rank, default=None)
+        longest = max(last, key=lambda each: each.questions, default=None)
+        if chosen is not None:
+            why = ""
+        elif is_cut or longest is None:
+            why = (
+                f"the time was over after {longest.questions if longest else 0} of the {needed} "
+                f"questions that are needed to {'check' if tried else 'choose'} a setting; give "
+                "more --minutes"
+            )
+        elif not self._can_judge(longest):
+            why = (
+                f"full prefill itself answers {longest.full} of {longest.questions} questions "
+                "right, too few to judge settings by; ask what the model can answer"
+            )
+        else:
+            why = f"no faster setting comes within {self._lose:g} points of its right answers"
+        return Result(standings=standings, held_out=checked, chosen=chosen, why=why)
+
+    def is_enough(self, each: Standing) -> bool:
+        """Whether a setting is faster, and loses no more points than allowed."""
+        is_faster = each.ttft_ratio < WORTH
+        return is_faster and each.difference >= self._least and self._can_judge(each)
+
+    def _can_judge(self, each: Standing) -> bool:
+        """Whether full prefill has enough right answers for a loss to show."""
+        return each.full > each.questions * max(LEAST_RIGHT, -self._least)
+
+    def _is_out(self, each: Standing) -> bool:
+        """Whether a setting certainly loses too much, or is not faster."""
+        return each.high < self._least or each.ttft_ratio > WORTH * NOISE
+
+    def _is_cut(self, standings: Sequence[Standing], needed: int) -> bool:
+        """Whether a setting that is not out was asked fewer questions than are needed."""
+        return any(each.questions < needed and not self._is_out(each) for each in standings)
+
+    def _standings(
+        self, labels: Sequence[str], questions: Sequence[Question], ends: float
+    ) -> list[Standing]:
+        """Ask questions of each of ``labels``; a setting that is out is asked no more.
+
+        No question but the first begins if it might end after ``ends``, a time of the clock.
+        """
+        answers: dict[str, list[Compared]] = {label: [] for label in labels}
+        left, longest = list(labels), 0.0
+        for asked, question in enumerate(tqdm(questions, desc="asking"), start=1):
+            began = self._clock()
+            if not left or (longest and began + longest > ends):
+                break
+            for label, one in zip(left, self._compare(question, left), strict=True):
+                answers[label].append(one)
+            longest = max(longest, self._clock() - began)
+            if asked >= LEAST_ASKED:
+                left = [
+                    each for each in left if not self._is_out(Standing.over(each, answers[each]))
+                ]
+        return [Standing.over(label, answers[label]) for label in labels]
+
+    def _rank(self, each: Standing) -> tuple[float, ...]:
+        """Settings that are enough first, fastest first; others by the points that they miss.
+
+        A setting that is not enough on a few questions may be enough on more. Among settings whose
+        times are in one step of `NOISE` the order is by right answers, then by working cache.
+        """
+        step = math.floor(math.log(max(each.ttft_ratio, 1e-6), NOISE))
+        return max(0.0, self._least - each.difference), step, -each.difference, each.kv_ratio
+
+
+def recommended(
+    result: Result, settings: Mapping[str, TunedSetting], lose: float, collection: str
+) -> TunedSetting | None:
+    """The entry of ``samkv.toml`` with its measured figures; None for full prefill.
+
+    Differences in the entry are shares, not percentage points.
+    """
+    chosen = result.chosen
+    if chosen is None:
+        return None
+    return replace(
+        settings[chosen.label],
+        measured={
+            "collection": collection,
+            "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "version": formatting.version(),
+            "lose": lose / 100,
+            "held_out_tries": len(result.held_out),
+            **{name: round(vars(chosen)[name], 4) for name in Paired.__dataclass_fields__},
+            "first_token_of_full_prefill": round(chosen.ttft_ratio, 4),
+        },
+    )

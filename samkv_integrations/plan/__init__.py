@@ -1,0 +1,1 @@
+"""What of a prompt is computed, what is loaded, what is kept."""

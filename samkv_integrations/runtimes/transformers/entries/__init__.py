@@ -1,0 +1,1 @@
+"""KV entries in few bits."""

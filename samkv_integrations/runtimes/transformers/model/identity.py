@@ -1,0 +1,396 @@
+"""What a model computes with: digests of its weights and its config, and whether they changed.
+
+The digests see numbers, not code: hooks, compiled or replaced forward methods, and other versions
+of libraries are the caller's to know about.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from samkv_integrations.errors import InvalidOption, UnsupportedModel
+from samkv_integrations.runtimes.transformers.model.families import (
+    refuse_adapters,
+    text_config,
+    windows_of,
+)
+from samkv_integrations.runtimes.transformers.model.packed_weights import (
+    Exact,
+    row_blocks,
+    unpacked_of,
+)
+
+_PIECE_BYTES = 2**25
+"""What one thread hashes, and copies from a device, at a time."""
+
+_MAX_THREADS = 8
+
+_NO_INPUT = frozenset({
+    # where it came from, and who wrote it
+    "_name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "transformers_version",
+    # what is a field of the fingerprint of its own, or is decided here
+    "dtype", "torch_dtype", "_attn_implementation",
+    # which results a forward hands out
+    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions",
+    # tokens that begin, end and fill up texts, and what only training and classifiers read
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
+    "initializer_range", "id2label", "label2id", "problem_type",
+})  # fmt: skip
+"""Fields of a config that no number of a chunk cache depends on; every other one is hashed."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_PROBED = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_PROBED = 48
+_PROBED_VALUES = 16
+"""The cheap check compares so many values of each matrix, or of one a layer if they are more."""
+
+
+def kind_of(hf: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+    """What a model computes in, and where. Of embeddings, which no quantisation packs."""
+    embedding: Any = hf.get_input_embeddings()
+    device = embedding.weight.device
+    hook = getattr(embedding, "_hf_hook", None)
+    if device.type == "meta" and hook is not None:  # accelerate loads it as it runs
+        device = torch.device(hook.execution_device)
+    return embedding.weight.dtype, device
+
+
+def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights that accelerate loads as their modules run, by name. Raises InvalidOption."""
+    found: dict[str, Tensor] = {}
+    for place, module in hf.named_modules():
+        for name, weight in module._parameters.items():
+            if weight is None or not _is_offloaded(module):
+                continue
+            try:
+                found[f"{place}.{name}"] = module._hf_hook.weights_map[name]
+            except KeyError:
+                raise InvalidOption(
+                    f"the device_map puts {place!r} on disk, but its {name} is that of another "
+                    "module, which is elsewhere; give both the same place"
+                ) from None
+    return found
+
+
+def _is_offloaded(module: Any) -> bool:  # noqa: ANN401
+    return getattr(getattr(module, "_hf_hook", None), "weights_map", None) is not None
+
+
+class Identity:
+    """Digests of the numbers that a model computes with, made anew when those have changed.
+
+    name: of the model in errors. Safe to use from many threads.
+    """
+
+    def __init__(self, hf: PreTrainedModel, name: str) -> None:
+        self._hf = hf
+        self._name = name
+        self._kind = kind_of(hf)
+        self._windows = windows_of(text_config(hf.config))
+        self._lock = threading.RLock()
+        self._generation = 0
+        self._digests: dict[str, str] = {}
+        self._remember()
+
+    @property
+    def generation(self) -> int:
+        """A number that grows when weights or config are seen to have changed."""
+        return self._generation
+
+    @property
+    def weights(self) -> str:
+        """Hash over every byte of every weight, as it is in memory."""
+        return self._digest("weights", lambda: weights_digest(self._hf))
+
+    @property
+    def config(self) -> str:
+        """Hash over every field of the config and every number of a module that may matter."""
+        return self._digest("config", lambda: _config_digest(self._hf))
+
+    @property
+    def rope(self) -> str:
+        return self._digest("rope", lambda: _rope_digest(self._hf))
+
+    def look(self) -> int:
+        """`generation`, once it is known whether the model has changed since the last look.
+
+        It costs some 0.2 ms. Seen is what PyTorch counts, what replaces a tensor or a module, and
+        what changes many values, such as a merged adapter. `refresh` is for a few values written
+        behind PyTorch's back (``weight.data``, or a mapped file of weights).
+
+        Raises:
+            UnsupportedModel: it was moved, converted, given an adapter or another attention.
+            InvalidOption: this thread makes tensors elsewhere than on the CPU.
+        """
+        if (device := torch.get_default_device()).type != "cpu":
+            raise InvalidOption(
+                f"torch.set_default_device({str(device)!r}) was called in this thread, where "
+                "prompts are read on the CPU; call torch.set_default_device(None) once models are "
+                "loaded"
+            )
+        with self._lock:
+            stamp, settings = self._stamp()
+            if stamp != self._seen[0] or settings != self._seen[1]:
+                self._refuse_changed()
+                # the weights are not hashed again for another config
+                kept = {"weights"} if stamp == self._seen[0] else set()
+                for kind in self._digests.keys() - kept:
+                    del self._digests[kind]
+                self._remember()
+                self._generation += 1
+            return self._generation
+
+    def refresh(self) -> None:
+        """Forget all digests: whoever asks next has every byte hashed."""
+        with self._lock:
+            self.look()
+            self._digests.clear()
+            self._generation += 1
+
+    def _digest(self, kind: str, make: Callable[[], str]) -> str:
+        with self._lock:
+            if kind not in self._digests:
+                self.look()
+                self._digests[kind] = make()
+            return self._digests[kind]
+
+    def _refuse_changed(self) -> None:
+        refuse_adapters(self._hf, self._name)
+        if (kind := kind_of(self._hf)) != self._kind:
+            was, now = (
+                f"{str(dtype).removeprefix('torch.')} on {device}"
+                for dtype, device in (self._kind, kind)
+            )
+            raise UnsupportedModel(
+                f"{self._name!r} was {was} when it was given, and is {now} now; make a new Model "
+                "and Engine of it"
+            )
+        if windows_of(text_config(self._hf.config)) != self._windows:
+            raise UnsupportedModel(
+                f"the sliding window of {self._name!r} was changed since it was given; make a new "
+                "Model and Engine of it"
+            )
+        if (attention := self._hf.config._attn_implementation) != "samkv":
+            raise UnsupportedModel(
+                f"the attention of {self._name!r} was set to {attention!r} since it was given, "
+                "which reads no chunk caches; call set_attn_implementation('samkv') on it"
+            )
+
+    def _remember(self) -> None:
+        """Keep what `look` compares, and where it finds that fast."""
+        # The dictionaries themselves: what is put into them later is seen.
+        parts = [module.__dict__ for module in self._hf.modules()]
+        self._modules = [held for of in parts if (held := of["_modules"])]
+        # Not those of accelerate, which puts others into them while a forward runs.
+        self._tensors = [
+            held
+            for module in self._hf.modules()
+            if not _is_offloaded(module)
+            for kind in ("_parameters", "_buffers")
+            if (held := module.__dict__[kind])
+        ]
+        self._seen = copy.deepcopy(self._stamp())
+
+    @torch.no_grad()
+    def _stamp(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `look` compares: modules, tensors and the fields of the config.
+
+        Of a tensor: where it is, how often PyTorch has seen it written to, and some values.
+        """
+        tensors: list[Tensor] = []
+        for x in (x for held in self._tensors for x in held.values() if x is not None):
+            if x.is_meta:
+                continue  # nothing to compare; a model moved there is refused for that
+            if type(x) in _PLAIN:
+                tensors.append(x)
+            elif hasattr(x, "__tensor_flatten__"):  # others pack themselves anew when they are used
+                tensors += _parts(x)[0].values()
+        try:
+            writes = [x._version for x in tensors]
+        except RuntimeError:  # tensors made in inference mode count nothing
+            writes = [-1 if x.is_inference() else x._version for x in tensors]
+        matrices = [x for x in tensors if x.ndim >= 2 and x.dtype in _PROBED]
+        if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
+            n_layers: int = self._hf.config.get_text_config().num_hidden_layers
+            per_layer = max(1, len(matrices) // n_layers)  # fewer where most are on disk
+            n_probed = min(n_layers, len(matrices))
+            matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_probed)]
+        some = [
+            # an odd step, so that values are of many rows and columns
+            matrix.as_strided((_PROBED_VALUES,), ((matrix.numel() - 1) // _PROBED_VALUES - 1 | 1,))
+            for matrix in matrices
+            if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
+        ]
+        values = []
+        for device in dict.fromkeys(each.device for each in some):
+            here = torch.cat([each for each in some if each.device == device])
+            values.append(here.float().cpu().numpy().tobytes())
+        modules = [id(module) for held in self._modules for module in held.values()]
+        config = vars(self._hf.config).items()
+        unseen = _NO_INPUT | {"quantization_config"}  # seen by what is packed
+        settings = {name: value for name, value in config if name not in unseen}
+        return (modules, [x.data_ptr() for x in tensors], writes, values), settings
+
+
+def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
+    """The plain tensors that a parameter is made of, by name, and what else tells how to read them.
+
+    A quantised weight is made of codes, scales and zero points. Raises TypeError for a kind whose
+    numbers are not to be had.
+    """
+    if type(tensor) in _PLAIN and not tensor.is_quantized:
+        return {"": tensor}, ""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts: dict[str, Tensor] = {}
+        how = repr(context)
+        for name in names:
+            inner, more = _parts(getattr(tensor, name))
+            parts |= {f".{name}{rest}": part for rest, part in inner.items()}
+            how += more
+        return parts, how
+    if not type(tensor).__module__.startswith("bitsandbytes."):
+        if tensor.is_quantized or type(tensor.cpu()) not in _PLAIN:
+            raise TypeError(type(tensor).__name__)
+        return {"": tensor}, ""
+    return {"": tensor.detach().as_subclass(Tensor)}, ""  # the rest of it is in the state dict
+
+
+def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every parameter and buffer, and the rest of the state dict, by name; and how to read some.
+
+    `rope` is about the frequencies of RoPE. Raises UnsupportedModel for what has no digest.
+    """
+    named: dict[str, Any] = {
+        **hf.state_dict(),
+        **dict(hf.named_buffers(remove_duplicate=False)),
+        **dict(hf.named_parameters(remove_duplicate=False)),
+    }
+    named |= _offloaded(hf)
+    state: dict[str, Tensor] = {}
+    readings: dict[str, str] = {}
+    for name in sorted(named):
+        if ".rotary_emb." in name:
+            continue
+        try:
+            parts, readings[name] = _parts(named[name])
+        except (AttributeError, TypeError) as error:
+            raise UnsupportedModel(
+                f"{name!r} of the model's state is a {type(named[name]).__name__}, which has no "
+                "digest, so that two models could not be told apart; load the model in another "
+                "quantisation, or in float32 or bfloat16"
+            ) from error
+        state |= {f"{name}{rest}": part for rest, part in parts.items()}
+    named |= dict.fromkeys(name for name, _ in unpacked_of(hf))
+    kept = {name.rpartition(".")[0] for name in named} | {
+        name.split(".weight")[0] for name in named
+    }
+    for name, _ in hf.named_modules():
+        if name.endswith(("_proj", "lm_head")) and name not in kept:
+            raise UnsupportedModel(
+                f"the weight of {name!r} is nowhere in the model's state, so that two models "
+                "could not be told apart; load the model in another quantisation, or in float32 "
+                "or bfloat16"
+            )
+    return state, {name: how for name, how in readings.items() if how}
+
+
+def weights_digest(hf: PreTrainedModel) -> str:
+    """Hash over every byte of every weight, see `_state`, piece by piece in a few threads."""
+    state, readings = _state(hf)
+    once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
+    pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
+    hashes: dict[tuple[Any, ...], list[str]] = {place: [] for place in once}
+    n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
+    with ThreadPoolExecutor(n_threads) as threads:
+        for first in range(0, len(pieces), n_threads):
+            some = pieces[first : first + n_threads]  # what is copied from a device at a time
+            digests = threads.map(hash_piece, [piece for _, piece in some])
+            for (place, _), digest in zip(some, digests, strict=True):
+                hashes[place].append(digest)
+    found: list[Any] = [
+        (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
+        for name, tensor in state.items()
+    ]
+    if exact := dict(unpacked_of(hf)):  # as if they were unpacked: chunk caches are shared
+        dtype, _ = kind_of(hf)
+        each_once = {matrix: _hashes_unpacked(matrix, dtype) for matrix in exact.values()}
+        found += [
+            (name, str(dtype), [matrix.n_rows, matrix.n_columns], each_once[matrix])
+            for name, matrix in exact.items()
+        ]
+        found.sort(key=lambda one: str(one[0]))
+    return _hash([*found, readings] if readings else found)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    flat = tensor.detach().reshape(-1)
+    return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
+
+
+def _hashes_unpacked(matrix: Exact, dtype: torch.dtype) -> list[str]:
+    """What hashing the pieces of the unpacked matrix comes to, one piece in memory at a time."""
+    piece = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype)
+    hashes, n_held = [], 0
+    for first, last in row_blocks(matrix):
+        values = matrix.rows(first, last).to(dtype).view(-1)
+        while len(values):
+            some, values = values[: len(piece) - n_held], values[len(piece) - n_held :]
+            piece[n_held : n_held + len(some)] = some
+            n_held += len(some)
+            if n_held == len(piece):
+                hashes.append(hash_piece(piece))
+                n_held = 0
+    return [*hashes, hash_piece(piece[:n_held])] if n_held else hashes
+
+
+def hash_piece(piece: Tensor) -> str:
+    """Hash of the bytes of a piece."""
+    data: Any = piece.cpu().view(torch.uint8).numpy()
+    return blake3(data).hexdigest()
+
+
+def _config_digest(hf: PreTrainedModel) -> str:
+    fields = {k: v for k, v in hf.config.to_dict().items() if k not in _NO_INPUT}
+    # modules keep numbers of the config for themselves, and those are what a forward reads
+    numbers = {
+        f"{name}.{attribute}": value
+        for name, module in hf.named_modules()
+        for attribute, value in vars(module).items()
+        if type(value) is float
+    }
+    return _hash([fields, numbers])
+
+
+def _rope_digest(hf: Any) -> str:  # noqa: ANN401
+    rotary = hf.get_decoder().rotary_emb
+    parameters = text_config(hf.config).rope_parameters
+    if parameters.get("rope_type") == "longrope":  # which writes others over those it has
+        return _hash([parameters, rotary.original_inv_freq.float().cpu().numpy().tobytes().hex()])
+    frequencies = {
+        name: values.float().cpu().numpy().tobytes().hex()
+        for name, values in rotary.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+    return _hash([parameters, frequencies.get("inv_freq") or frequencies])
+
+
+def _hash(value: Any) -> str:  # noqa: ANN401
+    """32 hex digits that name a value of JSON."""
+    canonical = json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()

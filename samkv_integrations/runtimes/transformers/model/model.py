@@ -1,0 +1,620 @@
+"""A transformers model that is stepped through layer by layer.
+
+Every pass is a loop over the model's own decoder layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from samkv_integrations.errors import InvalidOption, UnsupportedModel
+from samkv_integrations.prompt.quoting import Chat, RenderedPrompt, SpecialTokens
+from samkv_integrations.runtimes.transformers.model.attention import (
+    Attend,
+    _samkv_attention,
+    attention,
+    for_single_token,
+)
+from samkv_integrations.runtimes.transformers.model.decode_layer import PackedLayer, is_plain, run
+from samkv_integrations.runtimes.transformers.model.families import (
+    Family,
+    Rotation,
+    context_window_of,
+    family_of,
+    head_dim_of,
+    layer_ropes,
+    refuse_adapters,
+    refuse_unsupported,
+    ropes_of,
+    rotated_channels,
+    text_config,
+    windows_of,
+)
+from samkv_integrations.runtimes.transformers.model.identity import Identity, kind_of
+from samkv_integrations.runtimes.transformers.model.packed_weights import (
+    MOST_TOKENS,
+    MOST_TOKENS_UNPACKING,
+    PackedLinear,
+    packed_products,
+)
+
+_USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
+
+
+class Model:
+    """A causal language model that can be stepped through layer by layer.
+
+    Args:
+        hf: a loaded transformers model of a supported family. It goes on working, in evaluation
+            mode and with SDPA attention.
+        tokenizer: its fast tokenizer, which is copied.
+        name: what a report calls it.
+        copies_tokenizer: False for a tokenizer that nobody else has; a copy takes memory.
+
+    identity: digests of what it computes with, and whether that has changed.
+    device: of the embeddings and logits. layer_devices: where each layer computes, and its entries
+        and masks are; the same one unless accelerate has spread the layers.
+    windows: of each layer, see `families.windows_of`.
+    token_kv_bytes: bytes of one token's keys and values in all layers, in the model's dtype.
+
+    Raises:
+        UnsupportedModel: something about the model could not be served exactly; says what.
+    """
+
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        tokenizer: Any,  # noqa: ANN401
+        name: str,
+        *,
+        copies_tokenizer: bool = True,
+    ) -> None:
+        if not isinstance(hf, PreTrainedModel):
+            raise UnsupportedModel(
+                f"a {type(hf).__name__} is no transformers model; give what "
+                "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
+            )
+        quantised: Any = getattr(hf.config, "quantization_config", None)
+        is_gguf = getattr(quantised, "quant_method", None) == "gguf"
+        if is_gguf:
+            if not all(weight.is_floating_point() for weight in hf.parameters()):
+                raise UnsupportedModel(
+                    f"{name!r} holds packed weights of a GGUF file; load it with dtype='float32', "
+                    "which dequantises them"
+                )
+            # transformers has dequantised the file, and leaves a note of what it was
+            del hf.config.quantization_config
+        refuse_unsupported(hf.config)
+        refuse_adapters(hf, name)
+        if not getattr(tokenizer, "is_fast", False):
+            raise UnsupportedModel(
+                f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
+            )
+        self.config = text_config(hf.config)
+        AttentionInterface.register("samkv", _samkv_attention)
+        AttentionMaskInterface.register("samkv", sdpa_mask)
+        hf.set_attn_implementation("samkv")
+        self.hf = hf.train(False)
+        if quantised is not None and not is_gguf:
+            # The first forward changes tensors: AWQ and Marlin convert their scales there, and
+            # compressed-tensors unpacks weights in a hook of the whole model, whose forward no
+            # later pass calls. The digests are of what every later pass computes with.
+            with torch.no_grad():
+                hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
+        # Ours alone: for each text it is told anew whether special tokens count, under our lock.
+        self.tokenizer = copy.deepcopy(tokenizer) if copies_tokenizer else tokenizer
+        self.name = name
+        self.identity = Identity(hf, name)
+        self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
+        self._family = family_of(hf.config)
+        self.n_layers: int = self.config.num_hidden_layers
+        self.n_heads: int = self.config.num_attention_heads
+        self.n_kv_heads: int = self.config.num_key_value_heads
+        self.head_dim: int = head_dim_of(self.config)
+        self.dtype, self.device = kind_of(hf)
+        self._most_tokens = context_window_of(self.config)
+        self.windows = windows_of(self.config)
+        self._ropes = layer_ropes(self.config)
+        self.layer_devices = (self.device,) * self.n_layers
+        self.score_cap: float | None = None
+        if self._family.score_cap:
+            self.score_cap = getattr(self.config, self._family.score_cap)
+        self._n_rotated = rotated_channels(self.config, self.head_dim)
+        self._halves = _halves(self._n_rotated, self.head_dim, self._family)
+        self._lies_otherwise = self._halves is not None or self._family.turns != "halves"
+        self._rotary = self._decoder.rotary_emb
+        if any(rope.get("rope_type") == "longrope" for rope in ropes_of(self.config).values()):
+            self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
+        n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
+        self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
+        self._packed_layers = list[PackedLayer]()
+        if not self._lies_otherwise:
+            self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
+        packed = [each for each in hf.modules() if isinstance(each, PackedLinear)]
+        self._unpacks = any(linear.exact is not None for linear in packed)
+        self._packed_at, self._is_packed = -1, False  # the generation that was looked at
+        self._tokenizing = threading.Lock()
+        self._passing = threading.local()
+        self.special_tokens = SpecialTokens(self.tokenizer)
+        self.constraint_tokenizers: dict[frozenset[int], Any] = {}  # of `JsonConstraint`, by ends
+        if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
+            self.layer_devices = self._devices_of_layers()
+
+    # -- identity ---------------------------------------------------------------------------
+
+    @property
+    def weights_digest(self) -> str:
+        """Hash over every byte of every weight, see `Identity`."""
+        return self.identity.weights
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        text = self.tokenizer.backend_tokenizer.to_str()
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Numbers in the weights of one layer."""
+        n_numbers = 0
+        for part in self._decoder.layers[0].modules():
+            if hasattr(part, "in_features"):  # whose weight may be packed
+                n_numbers += part.in_features * part.out_features
+            else:
+                n_numbers += sum(each.numel() for each in part.parameters(recurse=False))
+        return n_numbers
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weights(self) -> str:
+        """How they are kept: ``packed``, ``unpacked``, or ``both`` (packed ones to decode with)."""
+        packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+        if not packed:
+            return "unpacked"
+        return "packed" if all(each.weight is None for each in packed) else "both"
+
+    @property
+    def scores_plainly(self) -> bool:
+        """Whether attention is a softmax of scaled products, without bound or sinks."""
+        return self.score_cap is None and not self._family.has_sinks
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self._most_tokens, int(self.config.max_position_embeddings))
+
+    # -- text -------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of ``text`` alone, nothing added.
+
+        special: whether ``<|names|>`` of special tokens in the text count as such. True for a
+        rendered chat template; False for a chunk, whose words must not steer the conversation.
+        """
+        return list(self._tokenized(text, special=special)["input_ids"])
+
+    def _tokenized(self, text: str, *, special: bool, offsets: bool = False) -> Any:  # noqa: ANN401
+        with self._tokenizing:  # split_special_tokens is a state of the one shared tokenizer
+            try:
+                return self.tokenizer(
+                    text,
+                    add_special_tokens=False,
+                    split_special_tokens=not special,
+                    verbose=False,  # whether a text is too long is for the caller to say
+                    return_offsets_mapping=offsets,
+                )
+            except TypeError as error:  # of the tokenizers library, without the text
+                half = re.search("[^<>]{,20}[\ud800-\udfff][^<>]{,20}", text)
+                raise InvalidOption(
+                    f"a text holds half a character (a lone surrogate) in {half and half[0]!r}; "
+                    "clean it with text.encode(errors='replace').decode()"
+                ) from error
+
+    def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:
+        """Token ids of a whole prompt, as transformers makes them.
+
+        Those of ``apply_chat_template`` for a chat, else those of ``tokenizer(text)``, which may
+        add BOS; a text that begins with BOS gets no other.
+        """
+        ids: list[int] = []
+        for text, counts in self.special_tokens.stretches(prompt):
+            ids += self.tokenize(text, special=counts)
+        if prompt.is_chat:
+            return ids
+        before, after = self._added_ids
+        return [*(() if ids[:1] == before[:1] else before), *ids, *after]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, so that a text has at least a token for so many."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def _added_ids(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer adds before and after any text."""
+        ids, bare = self.tokenizer("a")["input_ids"], self.tokenize("a", special=True)
+        at = next(n for n in range(len(ids) + 1) if ids[n : n + len(bare)] == bare)
+        return list(ids[:at]), list(ids[at + len(bare) :])
+
+    def token_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text in which no special token counts, and the characters of each."""
+        found = self._tokenized(text, special=False, offsets=True)
+        return list(found["input_ids"]), list(found["offset_mapping"])
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def bos_id(self) -> int | None:
+        token: int | None = self.tokenizer.bos_token_id
+        return token
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every token that ends an answer: of the generation config, config and tokenizer."""
+        found: set[int] = set()
+        sources = (self.hf.generation_config, self.config, self.tokenizer)
+        for value in (getattr(source, "eos_token_id", None) for source in sources):
+            found.update([value] if isinstance(value, int) else value or [])
+        return frozenset(found)
+
+    def end_ids(self, more: Iterable[int]) -> frozenset[int]:
+        """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is no token."""
+        if isinstance(more, str) or not isinstance(more, Iterable):
+            raise InvalidOption(f"stop_ids={more!r}; it must be a list of token ids")
+        ids, size = list(more), self.config.vocab_size
+        for found in ids:
+            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
+                raise InvalidOption(
+                    f"stop id {found!r} is no token of {self.name!r}, whose ids are 0 to "
+                    f"{size - 1}; tokenizer.convert_tokens_to_ids knows the id of a token"
+                )
+        return self.eos_ids | frozenset(ids)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether questions go through the chat template where nobody says so.
+
+        The built-in model reads plain prompts as well.
+        """
+        return self.has_chat_template and self.name != "builtin"
+
+    @cached_property
+    def tool_template(self) -> str | None:
+        """The chat template of prompts with tools; None if there is none that writes them."""
+        if not self.has_chat_template:
+            return None
+        template = str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be so
+        return template if _USES_TOOLS.search(template) else None
+
+    @cached_property
+    def answer_opening(self) -> tuple[int, ...]:
+        """Last token ids of a chat prompt that a later prompt may not hold in their place.
+
+        Behind the messages templates write an opening for the answer to begin, and leave empty
+        thoughts out of earlier turns. What they write before an earlier answer, too, is no part of
+        it, but for the last token, which may merge with the answer.
+        """
+        message = [{"role": "user", "content": "a"}]
+        answered = [*message, {"role": "assistant", "content": "b"}]
+        try:
+            with_it, without = (
+                self.tokenizer.apply_chat_template(
+                    message, tokenize=False, add_generation_prompt=opens
+                )
+                for opens in (True, False)
+            )
+            later: str = self.tokenizer.apply_chat_template(answered, tokenize=False)
+        except Exception:  # templates raise whatever their author chose
+            return ()
+        opening = with_it.removeprefix(without)
+        if opening == with_it:
+            return ()
+        ids = self.tokenize(opening, special=True)
+        in_history = self.tokenize(later.removeprefix(without), special=True)
+        n_same = next(
+            (at for at, pair in enumerate(zip(ids, in_history, strict=False)) if len({*pair}) > 1),
+            min(len(ids), len(in_history)),
+        )
+        return tuple(ids[max(0, n_same - 1) :])
+
+    def render_chat(self, messages: Sequence[dict[str, str]] | Chat) -> RenderedPrompt:
+        """The prompt of ``messages`` (``role``, ``content``), ready for an answer.
+
+        Names of special tokens in their contents are text, and control nothing.
+        """
+        chat = messages if isinstance(messages, Chat) else Chat(messages)
+        if not self.tokenizer.chat_template:
+            raise InvalidOption(
+                f"{self.name!r} has no chat template; pass a plain prompt string instead"
+            )
+        needs_tools = bool(chat.tools)
+        for message in chat.messages:
+            needs_tools |= message["role"] == "tool" or bool(message.get("tool_calls"))
+        if needs_tools and self.tool_template is None:
+            raise InvalidOption(
+                f"the chat template of {self.name!r} takes no tools and no calls of tools; leave "
+                "them out of the messages"
+            )
+
+        def render(hidden: Any) -> str:  # noqa: ANN401
+            written, tools = hidden
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    written, tools=tools or None, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # templates raise whatever their author chose
+                raise InvalidOption(
+                    f"the chat template of {self.name!r} refused: {error}"
+                ) from error
+            assert isinstance(text, str)
+            return text
+
+        written = self.special_tokens.rendered([list(chat.messages), list(chat.tools)], render)
+        return replace(written, is_chat=True)
+
+    # -- one pass ---------------------------------------------------------------------------
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """(..., R) token ids -> (..., R, hidden)."""
+        hidden: Tensor = self._decoder.embed_tokens(ids.to(self.device))
+        return self._family.embeddings(self._decoder, hidden)
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """The model's own cos and sin for ``positions`` (R,), of each kind of layer."""
+        probe = torch.empty(0, dtype=self.dtype, device=self.device)
+        n, positions = len(positions), positions.to(self.device)
+        if n == 0:  # which longrope does not take
+            positions = torch.zeros(1, dtype=torch.long, device=self.device)
+        of_layers = list(zip(self._ropes, self.layer_devices, strict=True))
+        kinds = list(dict.fromkeys(of_layers))
+        turns = []
+        for (name, rotates), device in kinds:
+            if rotates:
+                found = self._rotary(probe, positions[None], *(() if name is None else (name,)))
+                cos, sin = found[0][0, :n], found[1][0, :n]
+                if self._lies_otherwise:
+                    cos, sin = self._of_whole_head(cos, 1), self._of_whole_head(sin, 0)
+            else:
+                cos = probe.new_ones(n, self.head_dim)
+                sin = torch.zeros_like(cos)
+            turns.append((cos.to(device), sin.to(device)))
+        return Rotation(turns=turns, kinds=[kinds.index(kind) for kind in of_layers])
+
+    @property
+    def decodes_packed(self) -> bool:
+        """Whether decoding runs on packed weights, so that its entries differ from a prefill's."""
+        if self._packed_at != self.identity.generation:
+            self._packed_at = self.identity.generation
+            # who merges an adapter into weights that are in memory has packed ones of before
+            packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+            self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
+        return self._is_packed
+
+    @contextmanager
+    def decoding(self, n_tokens: int) -> Iterator[None]:
+        """A block in which passes over so many tokens take the products that decoding is faster by.
+
+        Their results differ in the last bits, or as packed weights do; nothing of them may be
+        stored.
+        """
+        if not self.decodes_packed:
+            is_single = n_tokens == 1
+            with for_single_token(self.device, self.dtype) if is_single else nullcontext():
+                yield
+            return
+        most_tokens = MOST_TOKENS_UNPACKING if self._unpacks else MOST_TOKENS
+        self._passing.is_packed = bool(self._packed_layers) and n_tokens <= most_tokens
+        try:
+            with packed_products():
+                yield
+        finally:
+            self._passing.is_packed = False
+
+    def short_pass(self, n_tokens: int) -> AbstractContextManager[None]:
+        """A block in which a pass over so few tokens does not wait for weights to be unpacked.
+
+        It is computed as in `decoding` then. Nothing of it may be stored, or held for others.
+        """
+        is_short = self._unpacks and n_tokens <= MOST_TOKENS_UNPACKING
+        return self.decoding(n_tokens) if is_short else nullcontext()
+
+    @contextmanager
+    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
+        """Have the layers of this thread's passes call ``check`` first.
+
+        It may raise, which ends the pass, and it may run other passes.
+        """
+        self._passing.check = check
+        try:
+            yield
+        finally:
+            del self._passing.check
+
+    @contextmanager
+    def _between_passes(self) -> Iterator[None]:
+        """A block in which other passes do not take the state of one that this thread runs."""
+        of_thread = self._passing.__dict__
+        state = dict(of_thread)
+        of_thread.clear()
+        try:
+            with packed_products(active=False):
+                yield
+        finally:
+            of_thread.clear()
+            of_thread.update(state)
+
+    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
+
+        cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
+        is returned, are on the layer's device.
+        """
+        if hidden.device != self.layer_devices[index]:
+            hidden = hidden.to(self.layer_devices[index])
+        if (check := getattr(self._passing, "check", None)) is not None:
+            with self._between_passes():
+                check()
+        if getattr(self._passing, "is_packed", False):
+            packed = self._packed_layers[index]
+            return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
+        if (halves := self._halves) is not None:
+            of_halves = attend
+
+            def attend(
+                layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+            ) -> Tensor | None:
+                return of_halves(layer, query[..., halves], key[..., halves], value, scaling)
+
+        if self._lies_otherwise:
+            cos, sin = self._of_layer(cos), self._of_layer(sin)
+        layer = self._decoder.layers[index]
+        if len(hidden) == 1 and is_plain(self.config, layer):
+            return run(layer, hidden, cos, sin, attend)
+        output: Tensor = layer(
+            hidden,
+            attention_mask=None,
+            position_ids=None,
+            position_embeddings=(cos[None], sin[None]),
+            attend=attend,
+        )
+        return output
+
+    def ends_at(self, index: int) -> bool:
+        """Whether a pass for entries alone ends in the attention of layer ``index``.
+
+        It does in the last layer, whose output nothing needs, unless a hook may see that.
+        """
+        return index == self.n_layers - 1 and is_plain(self.config, self._decoder.layers[index])
+
+    def _devices_of_layers(self) -> tuple[torch.device, ...]:
+        """What a pass over one token shows: hooks of accelerate move it, and load weights."""
+        found: list[torch.device] = []
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            found.append(query.device)
+            return query
+
+        with torch.no_grad():
+            hidden = self.embed(torch.zeros(1, 1, dtype=torch.long))
+            rotation = self.rotation(torch.arange(1))
+            for layer in range(self.n_layers):
+                hidden = self.layer(layer, hidden, *rotation.of(layer), attend)
+        return tuple(found)
+
+    def n_more_rows(self, n_rows: int) -> int:
+        """Rows that a pass adds behind its tokens, so that passes have fewer shapes.
+
+        For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
+        keeps a thousand of them. There are an eighth more rows at most, a sixteenth from 256 on,
+        and 128 numbers of them up to 4,096. What the other rows come to stays the same to the last
+        bit.
+        """
+        if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
+            return 0
+        an_eighth = 1 << n_rows.bit_length() - 4
+        return -n_rows % min(an_eighth, max(16, an_eighth // 2), 64)
+
+    def n_more_keys(self, n_keys: int) -> int:
+        """Entries of zeros that a pass attends to behind ``n_keys``, masked, for the same reason.
+
+        `attention` would copy all keys and values to add them.
+        """
+        return -n_keys % 64 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 0
+
+    def attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
+        mask: Tensor | None, causal: bool, *, may_round: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`attention` as a layer computes it, with the model's bound of scores and its sinks."""
+        return attention(
+            query, key, value, scaling, mask, causal, score_cap=self.score_cap,
+            sinks=self.sinks(layer), may_round=may_round,
+        )  # fmt: skip
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """(H,) the score of each head that no token takes, None if there are none."""
+        if not self._family.has_sinks:
+            return None
+        sinks: Tensor = self._decoder.layers[layer].self_attn.sinks
+        return sinks
+
+    def window_mask(self, layer: int, n_tokens: int) -> Tensor | None:
+        """(n, n) bool: what each of the first tokens sees at a layer; None for all before it."""
+        window = self.windows_within(n_tokens)[layer]
+        if window is None:
+            return None
+        at = torch.arange(n_tokens, device=self.layer_devices[layer])
+        behind = at[:, None] - at[None]
+        return (behind >= 0) & (behind < window)
+
+    def windows_within(self, n_tokens: int) -> tuple[int | None, ...]:
+        """`windows`, None too where a window holds so many tokens."""
+        if not any(self.windows):
+            return self.windows
+        return tuple(w if w is not None and w < n_tokens else None for w in self.windows)
+
+    def _of_whole_head(self, side: Tensor, fill: float) -> Tensor:
+        """(R, D) of the cos, or sin, (R, .) that the model computes; ``fill`` where none turns."""
+        step = 2 if self._family.turns == "pairs" else 1
+        half = F.pad(
+            side[:, ::step][:, : self._n_rotated // 2],
+            (0, (self.head_dim - self._n_rotated) // 2),
+            value=fill,
+        )
+        return torch.cat((half, half), -1)
+
+    def _of_layer(self, side: Tensor) -> Tensor:
+        """What a layer takes, of `_of_whole_head`."""
+        half = side[:, : self._n_rotated // 2]
+        if self._family.turns == "half":
+            return half
+        if self._family.turns == "pairs":
+            return half.repeat_interleave(2, -1)
+        return torch.cat((half, half), -1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, hidden) after the last layer -> (R, vocabulary)."""
+        scores: Tensor = self.hf.lm_head(self._decoder.norm(hidden))
+        return self._family.logits(self.hf, self.config, scores.to(self.device))
+
+
+def _halves(n_rotated: int, head_dim: int, family: Family) -> Tensor | None:
+    """(D,) the order of a head's channels in which RoPE turns the first half with the second.
+
+    A family that rotates a part of a head turns the first half of that part with the second. The
+    order of channels makes no difference to the product of a query and a key.
+    """
+    if family.turns == "pairs":
+        return torch.cat((torch.arange(0, head_dim, 2), torch.arange(1, head_dim, 2)))
+    if n_rotated == head_dim:
+        return None
+    rotated, rest = torch.arange(n_rotated), torch.arange(n_rotated, head_dim)
+    first, second = zip(rotated.chunk(2), rest.chunk(2), strict=True)
+    return torch.cat((*first, *second))

@@ -1,0 +1,1 @@
+"""Methods that choose by tensors, one file for each paper."""

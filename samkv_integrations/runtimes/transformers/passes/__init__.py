@@ -1,0 +1,1 @@
+"""Passes over computed and cached tokens."""

@@ -1,0 +1,575 @@
+"""The working cache: the KV entries that an answer's tokens after the first attend to.
+
+`DenseCache` holds all entries, or those that an eviction rule keeps. `SparseCache` holds the
+context in its stored bits, and each step attends to a few of its tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.methods.base import ContextAttention
+from samkv_integrations.runtimes.transformers.entries.quantise import Entries
+from samkv_integrations.runtimes.transformers.eviction.base import (
+    Chooser,
+    DroppingEviction,
+    Seen,
+    SparseEviction,
+)
+from samkv_integrations.runtimes.transformers.model.attention import (
+    attention,
+    attention_of_token,
+    suits_products,
+)
+from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.passes.loader import Context
+
+
+class FirstEntries(Protocol):
+    """Rotated entries of a prompt's first tokens, as kept sequences hold them."""
+
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (n_tokens, G, D) of the first tokens at a layer."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of memory, room included."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedEntries(FirstEntries):
+    """Copies of the entries of the first ``n_tokens``, which a pass adds layer by layer.
+
+    For answers whose working cache lacks some of them.
+    """
+
+    n_tokens: int
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def take(self, keys: Tensor, values: Tensor) -> None:
+        """Copy the first tokens' entries of the next layer out of (S, G, D) each."""
+        self.keys.append(keys[: self.n_tokens].clone())
+        self.values.append(values[: self.n_tokens].clone())
+
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(side.nbytes for side in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEntries:
+    """The KV entries that a pass leaves at a layer, in prompt order.
+
+    keys, values: (S + room, G, D), rotated, see `room_for`; the first S are the prompt's.
+    is_context: (S,) bool, entries of context tokens with a cache.
+    context: (n,) these context tokens.
+    context_slots, other_slots: places among the S entries of the context tokens and of the others.
+    changed: (d,) those of the n context tokens that differ from their stored entry.
+    queries: (H, R, D), rotated, of computed tokens that stay; query_slots: (R,) their places, CPU.
+    window: of the layer, see `Model.windows`. at: (S,) positions, CPU, if there is a window.
+    """
+
+    keys: Tensor
+    values: Tensor
+    n_entries: int
+    is_context: Tensor
+    context: Tensor
+    context_slots: Tensor
+    changed: Tensor
+    other_slots: Tensor
+    queries: Tensor
+    query_slots: Tensor
+    scaling: float
+    window: int | None = None
+    at: Tensor | None = None
+
+    @property
+    def seen(self) -> Seen:
+        """What an eviction rule sees of it."""
+        return Seen(
+            query=self.queries, slots=self.query_slots, keys=self.keys[: self.n_entries],
+            scaling=self.scaling,
+        )  # fmt: skip
+
+
+class WorkingCache(ABC):
+    """KV entries of one answer, layer by layer.
+
+    prompt_bytes: bytes of the prompt's entries, before any eviction. lengths: entries of each layer
+    to which a step adds.
+    """
+
+    prompt_bytes: int = 0
+    lengths: list[int]
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of the entries held, without room."""
+
+    @abstractmethod
+    def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
+        """Chunk tokens that the first step attends to at a layer, mean over key-value heads.
+
+        n_of_chunks: of the S entries that the pass left; of_chunks: gives (S,) bool, CPU, which
+        they are.
+        """
+
+    @abstractmethod
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        """Store the entries that the prompt's pass leaves at a layer."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Add a token, key and value (1, G, 1, D), and attend: query and result (1, H, 1, D)."""
+
+    @property
+    @abstractmethod
+    def can_rewind(self) -> bool:
+        """Whether tokens of the answer can be taken back: no rule has evicted anything for them."""
+
+    def rewind(self, n_tokens: int) -> None:
+        """Take back the last tokens that were added."""
+        self.lengths = [max(0, length - n_tokens) for length in self.lengths]
+
+    def put_back(self) -> None:  # noqa: B027  # most answers have nothing to put back
+        """After the last step: restore the entries that this answer alone had computed again."""
+
+
+def as_heads(entries: Tensor) -> Tensor:
+    """(S, heads, D) -> (1, heads, S, D), without a copy."""
+    return entries.transpose(0, 1).unsqueeze(0)
+
+
+def room_for(n_entries: int, like: Tensor) -> Tensor:
+    """A tensor of at least ``n_entries`` entries (S, G, D), of dtype and device of ``like``.
+
+    All but the first ``n_entries`` are zeros: there are multiples of 128, so that the products of
+    steps have few shapes. The entries of a head are contiguous: a decoding step then takes little
+    more than half the time that it takes with strided rows.
+    """
+    n_heads, size = like.shape[1:]
+    entries = like.new_empty(n_heads, n_entries + -n_entries % 128, size).transpose(0, 1)
+    entries[n_entries:] = 0
+    return entries
+
+
+def rooms_for(n_entries: int, like: Tensor, least: int = 0) -> Tensor:
+    """(2, S, G, D): `room_for` keys, and for values, with at least ``least`` entries."""
+    n_heads, size = like.shape[1:]
+    n_rooms = max(n_entries, least)
+    entries = like.new_empty(2, n_heads, n_rooms + -n_rooms % 128, size).transpose(1, 2)
+    if like.device.type == "cpu" or least > n_entries:  # a GPU reads no others
+        entries[:, n_entries:] = 0
+    return entries
+
+
+def _attention(
+    model: Model | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
+    mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The attention of a step: query (1, H, 1, D) over all entries, as the layer computes it."""
+    if model is None:
+        return attention(query, keys, values, scaling, mask, False)
+    return model.attention(layer, query, keys, values, scaling, mask, False)
+
+
+class DenseCache(WorkingCache, FirstEntries):
+    """Rotated keys and values, with room for the answer's tokens; an eviction rule may thin it out.
+
+    Layers may hold different numbers of entries, ``lengths``. They are in position order until a
+    sliding rule evicts during the answer. All key-value heads of a layer hold the same number of
+    entries, but not necessarily those of the same tokens.
+
+    A layer's entries are evicted as soon as the prompt's pass has computed that layer, so the
+    unthinned cache never exists as a whole. The first token attends to all entries nevertheless.
+
+    capacity: tokens that the answer may add. n_tokens: of the prompt. rule: what to keep, None for
+    all. weigh: the method's own attention in a step, None for the model's.
+    model: how its layers attend; plain attention without one.
+    keeps_all: whether entries that a sliding window has passed stay, for later prompts.
+
+    Else a layer with a sliding window keeps only what the next token sees. There the window evicts,
+    and the rule does not.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        capacity: int,
+        *,
+        n_tokens: int = 0,
+        rule: DroppingEviction | None = None,
+        weigh: ContextAttention | None = None,
+        model: Model | None = None,
+        keeps_all: bool = False,
+    ) -> None:
+        self.keys: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, D)
+        self.values: list[Tensor] = [torch.empty(0)] * n_layers
+        self.context: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, 1) bool
+        self.lengths: list[int] = [0] * n_layers
+        self._entry_bytes = 0  # of a token at a layer
+        self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
+        self._capacity = capacity
+        self._slides = rule is not None and rule.slides
+        self._keepers = rule and [
+            rule.keeper(rule.layer_budget(n_tokens, layer, n_layers)) for layer in range(n_layers)
+        ]
+        self._weigh, self._model, self._n_tokens = weigh, model, n_tokens
+        self._keeps_all = keeps_all
+        self._is_plain = weigh is None and (model is None or model.scores_plainly)
+        self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
+        self._lent: tuple[Tensor, FirstEntries] | None = None
+        self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(self.lengths) * self._entry_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(side.nbytes for side in (*self.keys, *self.values))
+
+    def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        return self.keys[layer][:n_tokens], self.values[layer][:n_tokens]
+
+    def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
+        slots = self._kept[layer]
+        if slots is None:
+            return n_of_chunks
+        return int(of_chunks()[slots.cpu()].sum()) / slots.shape[1]
+
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        self.keys[layer], self.values[layer] = entries.keys, entries.values
+        self.lengths[layer] = n_entries = entries.n_entries
+        self._entry_bytes = 2 * entries.keys[:1].nbytes
+        self.prompt_bytes += n_entries * self._entry_bytes
+        if self._weigh is not None:
+            of_context = entries.is_context.new_zeros(len(entries.keys), dtype=torch.bool)
+            of_context[:n_entries] = entries.is_context
+            self.context[layer] = of_context[:, None, None].repeat(1, entries.keys.shape[1], 1)
+        most = self._n_tokens + self._capacity
+        if entries.at is not None and entries.window is not None and entries.window < most:
+            self._trim(layer, entries.at, entries.window)
+        elif self._keepers:
+            slots, n_kv_heads = self._keepers[layer].prompt(entries.seen), entries.keys.shape[1]
+            if slots is not None and slots.shape[1:] != (n_kv_heads,):
+                raise InvalidOption(
+                    f"a keeper chose slots of shape {tuple(slots.shape)}; it must be "
+                    f"({self._keepers[layer].budget}, {n_kv_heads}), key-value heads last"
+                )
+            self.keep(layer, slots)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        last = self.lengths[layer]
+        if last == len(self.keys[layer]):
+            self._move(layer, 0)
+        shape = self.keys[layer].shape[1:]
+        self.keys[layer][last] = key.reshape(shape)
+        self.values[layer][last] = value.reshape(shape)
+        if self._weigh is not None:
+            self.context[layer][last] = False
+        self.lengths[layer] = n_entries = last + 1
+        first = 0
+        if layer in self._windows:
+            window, at = self._windows[layer]
+            first = int(torch.searchsorted(at[:n_entries], at[last] - window, right=True))
+        keys, values = self.keys[layer], self.values[layer]
+        if not first and self._is_plain and suits_products(query, n_entries):
+            # Not more where a draft that was taken back made room: sums would be rounded otherwise.
+            size = n_entries + -n_entries % 128
+            keys, values = keys[:size].transpose(0, 1), values[:size].transpose(0, 1)
+            output = attention_of_token(query, keys, values, scaling, n_entries)
+        else:
+            keys, values = as_heads(keys[first:n_entries]), as_heads(values[first:n_entries])
+            if self._weigh is None:
+                output = _attention(self._model, layer, query, keys, values, scaling)
+            else:
+                is_context = self.is_context(layer)[:, first:]
+                output = self._weigh(query, keys, values, scaling, None, is_context)
+        if self._keepers and self._slides and layer not in self._windows:
+            seen = Seen(
+                query=query[0], slots=torch.tensor([last]),
+                keys=self.keys[layer][:n_entries], scaling=scaling,
+            )  # fmt: skip
+            if (slot := self._keepers[layer].step(seen)) is not None:
+                self.evict(layer, slot)
+        return output
+
+    @property
+    def can_rewind(self) -> bool:
+        return not (self._keepers and self._slides)
+
+    def lend(self, positions: Tensor, entries: FirstEntries) -> None:
+        """Note that the entries at these positions are this answer's alone.
+
+        entries: those that `put_back` restores, of all tokens up to the last position.
+        """
+        self._lent = positions, entries
+
+    def put_back(self) -> None:
+        if self._lent is None:
+            return
+        (positions, entries), self._lent = self._lent, None
+        for layer, mine in enumerate(zip(self.keys, self.values, strict=True)):
+            at = positions.to(mine[0].device)
+            theirs = entries.of_layer(layer, int(positions[-1]) + 1)
+            for side, original in zip(mine, theirs, strict=True):
+                side[at] = original[at]
+
+    @property
+    def static_slot(self) -> int | None:
+        """Where all layers write the next token; None if it needs more than writing it there."""
+        if self._weigh is not None or self._windows or not self.can_rewind:
+            return None
+        ends = {(length, len(keys)) for length, keys in zip(self.lengths, self.keys, strict=True)}
+        (slot, n_rooms), *others = ends
+        return slot if slot < n_rooms and not others else None
+
+    def is_context(self, layer: int) -> Tensor:
+        """(G, S) bool: the entries of the context."""
+        return self.context[layer][: self.lengths[layer], :, 0].T
+
+    def keep(self, layer: int, slots: Tensor | None) -> None:
+        """Move the entries of a layer into new tensors with room for the answer.
+
+        slots: (K, G) the entries that each head keeps, None for all.
+        """
+        n_kept = self.lengths[layer] if slots is None else len(slots)
+        for side in self._sides:
+            entries = side[layer][: self.lengths[layer]]
+            moved = room_for(n_kept, entries)
+            if slots is not None:
+                at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
+                entries = entries.gather(0, at)
+            moved[:n_kept] = entries
+            side[layer] = moved
+        self.lengths[layer], self._kept[layer] = n_kept, slots
+
+    def _trim(self, layer: int, at: Tensor, window: int) -> None:
+        """Keep what the next token sees through the window, or have steps look only there."""
+        n_entries = self.lengths[layer]
+        first = int((at <= self._n_tokens - window).sum())
+        later = torch.arange(self._n_tokens, self._n_tokens + self._capacity)
+        if self._keeps_all:
+            self._windows[layer] = window, torch.cat((at, later))
+        else:
+            self._move(layer, first)
+            self._windows[layer] = window, torch.cat((at[first:], later))
+        slots = torch.arange(first, n_entries)[:, None]
+        self._kept[layer] = slots.expand(-1, self.keys[layer].shape[1])
+
+    def _move(self, layer: int, first: int) -> None:
+        """Move the entries from ``first`` on into new tensors with room for more."""
+        n_entries = self.lengths[layer]
+        # all before any takes its place: a device may have no memory for the later ones
+        moved = [room_for(n_entries - first + 1, side[layer]) for side in self._sides]
+        for side, room in zip(self._sides, moved, strict=True):
+            room[: n_entries - first] = side[layer][first:n_entries]
+            side[layer] = room
+        self.lengths[layer] = n_entries - first
+
+    def evict(self, layer: int, slot: int | Tensor) -> None:
+        """Replace entry ``slot``, or ``slot[g]`` (G,) of each head, by the last entry."""
+        last = self.lengths[layer] - 1
+        for entries in (side[layer] for side in self._sides):
+            if isinstance(slot, int):
+                entries[slot] = entries[last]
+            else:
+                heads = torch.arange(len(slot), device=slot.device)
+                entries[slot, heads] = entries[last].clone()
+        self.lengths[layer] = last
+
+
+class SparseCache(WorkingCache):
+    """Context tokens as they are stored, and all other tokens as rotated keys and values.
+
+    A step attends to the context tokens that the rule chooses, whose keys and values are computed
+    for the step, one layer at a time. If the rule gives a logit for the others, they count as one
+    token with the mean value of the context, unless a method weighs the context in its own way.
+
+    ``kv_bytes`` leaves out what the rule holds, and the cos and sin of the context's positions,
+    which all layers share.
+
+    Args:
+        context: gives the entries of a layer when that layer is taken.
+        rule: chooses what a step attends to. budget: context tokens that it attends to at most.
+        capacity: tokens that the answer may add.
+        weigh: the method's own attention in a step, None for the model's.
+        n_tokens: of the prompt. model: how its layers attend; plain attention without one.
+
+    A layer with a sliding window attends to everything in its window.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        context: Context,
+        rule: SparseEviction,
+        budget: int,
+        capacity: int,
+        weigh: ContextAttention | None = None,
+        *,
+        n_tokens: int = 0,
+        model: Model | None = None,
+    ) -> None:
+        self._near = DenseCache(n_layers, capacity, n_tokens=n_tokens, weigh=weigh, model=model)
+        self._is_near = [False] * n_layers
+        self._most, self._model = n_tokens + capacity, model
+        self._n_layers, self._stored = n_layers, context
+        self._rule, self._budget, self._capacity, self._weigh = rule, budget, capacity, weigh
+        self._context: list[Entries | None] = [None] * n_layers
+        self._choosers: list[Chooser | None] = [None] * n_layers  # None to attend to everything
+        self._mean_value: list[Tensor] = [torch.empty(0)] * n_layers  # (1, G, D), of the context
+        self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
+        self._values: list[Tensor] = [torch.empty(0)] * n_layers
+        self._lengths = [0] * n_layers
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the layers with a small window, then of the others."""
+        return [*self._near.lengths, *self._lengths]
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._near.lengths, self._lengths = lengths[: self._n_layers], lengths[self._n_layers :]
+
+    @property
+    def kv_bytes(self) -> int:
+        rest = self._near.kv_bytes
+        rest += sum(2 * keys[:n].nbytes for keys, n in zip(self._keys, self._lengths, strict=True))
+        means = sum(mean.nbytes for mean in self._mean_value)
+        return rest + means + sum(held.n_bytes for held in self._context if held is not None)
+
+    def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
+        if self._is_near[layer]:
+            return self._near.attended(layer, n_of_chunks, of_chunks)
+        chooser, context = self._choosers[layer], self._context[layer]
+        n_left_out = 0 if chooser is None or context is None else len(context) - chooser.count
+        return n_of_chunks - n_left_out
+
+    def take(self, layer: int, entries: LayerEntries) -> None:
+        self._is_near[layer] = entries.window is not None and entries.window < self._most
+        if self._is_near[layer]:
+            self._near.take(layer, entries)
+        else:
+            self._take(layer, entries)
+        if layer == self._n_layers - 1:
+            self.prompt_bytes = self.kv_bytes
+
+    def _take(self, layer: int, entries: LayerEntries) -> None:
+        others = entries.other_slots
+        room = (0, 0, 0, 0, 0, self._capacity)
+        self._keys[layer] = pad(entries.keys.index_select(0, others), room)
+        self._values[layer] = pad(entries.values.index_select(0, others), room)
+        self._lengths[layer] = len(others)
+        if len(entries.context):
+            computed = entries.context_slots[entries.changed]
+            self._context[layer] = self._stored.entries(layer, entries.context).with_computed(
+                entries.changed,
+                entries.keys.index_select(0, computed),
+                entries.values.index_select(0, computed),
+            )
+            of_context = entries.values.index_select(0, entries.context_slots)
+            self._mean_value[layer] = of_context.mean(0, keepdim=True)
+        if len(entries.context) > self._budget:
+            slots = entries.context_slots
+            self._choosers[layer] = self._rule.chooser(self._budget, entries.seen, slots)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        if self._is_near[layer]:
+            return self._near.attend(layer, query, key, value, scaling)
+        attend = partial(self._attend, layer, query, key, value, scaling)
+        return on_one_thread(attend) if query.device.type == "cpu" else attend()
+
+    @property
+    def can_rewind(self) -> bool:
+        return True
+
+    def _attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        length, context, chooser = self._lengths[layer], self._context[layer], self._choosers[layer]
+        self._keys[layer][length], self._values[layer][length] = key[0, :, 0], value[0, :, 0]
+        self._lengths[layer] = length + 1
+        parts = [(self._keys[layer][: length + 1], self._values[layer][: length + 1])]
+        n_context, rest_logit, mask = 0, None, None
+        if context is not None:
+            if chooser is not None:
+                of_heads = query[0, :, 0]
+                logits = partial(self._logits, context, of_heads, scaling)
+                chosen, rest_logit = chooser.choose(of_heads, logits)
+                context = context.select(chosen)
+            n_context = len(context)
+            parts.insert(0, context.keys_and_values())
+        if rest_logit is not None and self._weigh is None:
+            # A zero key has the logit 0 with every query; the mask adds the logit of the rest. All
+            # logits are shifted by it, so that rounding to the dtype does not see large numbers.
+            mean_value = self._mean_value[layer]
+            parts.append((torch.zeros_like(mean_value), mean_value))
+            moved = rest_logit.to(query.dtype)
+            mask = -moved[None, :, None, None].repeat(1, 1, 1, n_context + length + 2)
+            mask[0, :, 0, -1] = rest_logit - moved.float()
+        keys, values = (as_heads(torch.cat(side)) for side in zip(*parts, strict=True))
+        if self._weigh is None:
+            return _attention(self._model, layer, query, keys, values, scaling, mask)
+        is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
+        return self._weigh(query, keys, values, scaling, None, is_context)
+
+    def _logits(self, context: Entries, query: Tensor, scaling: float) -> Tensor:
+        """(H, n) float32 of a query (H, D) with the context, as the layer scores it."""
+        logits = context.logits(query).flatten(0, 1).mul_(scaling)
+        if self._model is not None and (cap := self._model.score_cap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
+
+
+def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
+    """Run ``work`` in a thread that computes with one torch thread; returns or raises what it does.
+
+    A separate thread, as `torch.set_num_threads` also sets the number, for good, of every thread
+    that computes for the first time while it is in force.
+    """
+    if torch.get_num_threads() == 1:
+        return work()
+    is_inference = torch.is_inference_mode_enabled()
+
+    def run() -> Tensor:
+        with torch.inference_mode(is_inference):
+            return work()
+
+    return _thread(os.getpid()).submit(run).result()
+
+
+@lru_cache(maxsize=1)
+def _thread(pid: int) -> ThreadPoolExecutor:
+    """By process, as a fork does not inherit threads."""
+    n_threads = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="samkv-one-thread")
+    thread.submit(torch.get_num_threads).result()  # its first operation would set the number
+    thread.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(n_threads)  # for threads that start from now on
+    return thread

@@ -1,0 +1,1 @@
+"""Many answers at once: the scheduler, streams, drafts."""

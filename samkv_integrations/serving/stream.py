@@ -1,0 +1,240 @@
+"""An answer as its reader gets it: an iterator over pieces of text, for threads and tasks."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import contextvars
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial, wraps
+from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+
+from samkv_integrations.errors import TimedOut
+from samkv_integrations.plan.request import Request
+from samkv_integrations.report import COLLECTORS, Report
+from samkv_integrations.serving.scheduler import (
+    AHEAD,
+    OWNER,
+    FinishReason,
+    NothingCame,
+    Piece,
+    RunningAnswer,
+    Scheduler,
+)
+from samkv_integrations.serving.tracing import Trace
+
+_log = logging.getLogger(__name__)
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A complete answer. finish_reason: ``stop``, or ``length`` at max_new_tokens."""
+
+    text: str
+    report: Report
+    finish_reason: FinishReason
+
+    @classmethod
+    def of(cls, text: str, stream: AnswerStream) -> Answer:
+        """The answer of a stream that is exhausted."""
+        assert stream.finish_reason is not None
+        return cls(text=text, report=stream.report, finish_reason=stream.finish_reason)
+
+
+class AnswerStream(Iterator[str], AsyncIterator[str]):
+    """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
+
+    For ``for`` and ``async for``, with one reader at a time. The answer is computed ahead of its
+    reader, see `AHEAD`; the report covers what was read. Closing the stream, leaving its ``with``
+    block, or dropping it ends the answer and frees the working cache. When the stream ends, its
+    report goes to the `collect_reports` blocks that it began in, and a line of figures to the log,
+    at INFO. After the request's timeout the next piece raises TimedOut.
+    """
+
+    def __init__(self, scheduler: Scheduler, request: Request, trace: Trace) -> None:
+        self._scheduler, self._request, self._trace = scheduler, request, trace
+        self._answer = RunningAnswer(request)
+        self._last: Piece | None = None
+        self._is_submitted = self._is_over = False
+        self._collectors = COLLECTORS.get()
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Queue the answer and wait for its first token. Raises what the first pass raises."""
+        try:
+            self._scheduler.submit(self._answer)
+            self._is_submitted = True
+            self._take(self._answer.pieces.next(self._left()))
+            self._record()
+        except BaseException as error:
+            self._fail(error)
+        return self
+
+    async def astart(self) -> Self:
+        """Like `start`, for a task; occupies no thread while it waits."""
+        try:
+            self._scheduler.submit(self._answer)
+            self._is_submitted = True
+            self._take(await self._answer.pieces.anext(self._left()))
+            await off_loop(self._record)  # a disk may be slow
+        except BaseException as error:
+            self._fail(error)
+        return self
+
+    def _record(self) -> None:
+        self._request.chunks.record(self._request.resolved)
+
+    def __next__(self) -> str:
+        while not self._is_over:
+            try:
+                text = self._take(self._answer.pieces.next(self._left()))
+            except BaseException as error:
+                self._fail(error)
+            if text:
+                return text
+        raise StopIteration
+
+    async def __anext__(self) -> str:
+        while not self._is_over:
+            try:
+                text = self._take(await self._answer.pieces.anext(self._left()))
+            except BaseException as error:
+                self._fail(error)
+            if text:
+                return text
+        raise StopAsyncIteration
+
+    def _left(self) -> float | None:
+        """Seconds until the timeout; None without one."""
+        if self._request.settings.timeout is None or self._answer.is_complete:
+            return None
+        return self._request.began + self._request.settings.timeout - time.perf_counter()
+
+    def _take(self, piece: Piece) -> str:
+        if len(self._answer.pieces) == AHEAD - 1:
+            self._scheduler.wake()
+        self._last = piece
+        if piece.finish_reason is not None:
+            self._end()
+        elif (left := self._left()) is not None and left < 0:
+            raise NothingCame
+        return piece.text
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        if isinstance(error, NothingCame):
+            error = TimedOut(
+                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
+                "many seconds; give more, or ask for fewer tokens"
+            )
+            error.__suppress_context__ = True
+        if not self._is_over:
+            self._abandon()
+            self._end(error)
+        raise error
+
+    # -- ending -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the answer; returns at once, and the model's thread frees the working cache."""
+        if not self._is_over:
+            self._abandon()
+            self._end()
+
+    async def aclose(self) -> None:
+        """`close`, under the name that asynchronous generators have for it."""
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self._abandon()
+            # in a new thread: this one may hold a lock that telling collectors or tracing takes
+            with suppress(RuntimeError):  # the interpreter is shutting down
+                _thread.start_new_thread(self._end, ())
+
+    def _abandon(self) -> None:
+        if self._is_submitted:
+            self._answer.is_abandoned = True
+            self._scheduler.wake()
+        else:
+            self._answer.release()
+
+    def _end(self, error: BaseException | None = None) -> None:
+        self._is_over, now = True, time.perf_counter()
+        report = None if self._last is None else self.report  # None before the first token
+        if report is not None:
+            _log.info("answered: %s", report.line, extra={"samkv": report})
+            for reports in self._collectors:
+                reports.append(report)
+        self._trace.end(
+            now, stages=self._request.stages, report=report, finish_reason=self.finish_reason,
+            error=error,
+        )  # fmt: skip
+
+    # -- figures ----------------------------------------------------------------------------
+
+    @property
+    def report(self) -> Report:
+        """Figures of the answer so far."""
+        assert self._last is not None  # `start` has waited for it
+        return self._last.report
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """``stop`` at an end token or stop string, ``length`` at max_new_tokens; None before."""
+        return None if self._last is None else self._last.finish_reason
+
+
+@lru_cache(16)
+def _threads(pid: int, owner: str) -> ThreadPoolExecutor:
+    """A pool of threads for each owner, so that none waits for another one's work.
+
+    Not asyncio's default pool, which other code waits for. By process, as a fork does not inherit
+    threads. A pool that drops out of the cache ends its threads once their work is done.
+    """
+    return ThreadPoolExecutor(16, thread_name_prefix="samkv-off-loop")
+
+
+async def off_loop(
+    work: Callable[_Given, _Made], *args: _Given.args, **kwargs: _Given.kwargs
+) -> _Made:
+    """Run ``work`` in a thread that sees the caller's context variables; returns its result."""
+    call = partial(contextvars.copy_context().run, work, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(
+        _threads(os.getpid(), OWNER.get()), call
+    )
+
+
+def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Made]]:
+    """The same method for tasks: it runs off the event loop.
+
+    If a subclass overrides the method, its twin runs that.
+    """
+
+    @wraps(method)
+    async def asynchronous(self: object, *args: Any, **kwargs: Any) -> _Made:
+        made: _Made = await off_loop(getattr(self, method.__name__), *args, **kwargs)
+        return made
+
+    return asynchronous

@@ -1,0 +1,215 @@
+"""OpenTelemetry: a span and metrics of each answer, where its API is installed.
+
+No text of a prompt or an answer is sent, nor the message of an error, which may quote them. Names
+that begin with ``gen_ai.`` follow OpenTelemetry's conventions, which are not stable yet; they are
+spelled out, because the constants of the Python package are deprecated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from samkv_integrations.cli import formatting
+from samkv_integrations.plan.request import AnswerSettings
+from samkv_integrations.prompt.quoting import RenderedPrompt
+from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.report import Report, Stage
+
+SCOPE = "samkv_integrations"
+"""The instrumentation scope of all spans and metrics."""
+
+NAME = "samkv"
+"""Our name as a provider, and in `DISABLED`."""
+
+DISABLED = "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS"
+"""OpenTelemetry's environment variable: names that send nothing, separated by commas."""
+
+Attributes = dict[str, Any]
+
+_SECONDS = tuple(0.01 * 2**power for power in range(14))
+_TOKENS = tuple(float(4**power) for power in range(14))
+_METRICS: Mapping[str, tuple[str, str, Sequence[float] | None]] = {
+    "gen_ai.client.operation.duration": ("s", "Duration of whole answers.", _SECONDS),
+    "gen_ai.client.operation.time_to_first_chunk": (
+        "s", "From the call to the first token.", _SECONDS,
+    ),
+    "samkv.wait": ("s", "The part of it before the model was free.", _SECONDS),
+    "gen_ai.client.token.usage": ("{token}", "Tokens of a prompt, or of an answer.", _TOKENS),
+    "samkv.prompt.tokens": ("{token}", "Tokens of prompts, by source.", None),
+    "samkv.chunks": ("{chunk}", "Chunks of prompts, by outcome.", None),
+    "samkv.bytes_read": ("By", "Bytes read from chunk caches.", None),
+}  # fmt: skip
+"""Unit, description and bounds; None for a counter."""
+
+_FIGURES = {
+    "gen_ai.response.model": "model",
+    "gen_ai.response.time_to_first_chunk": "ttft_s",
+    "gen_ai.usage.input_tokens": "prompt_tokens",
+    "gen_ai.usage.output_tokens": "completion_tokens",
+    "gen_ai.usage.cache_read.input_tokens": "cached_tokens",
+    "samkv.chunk.found": "found",
+    "samkv.chunk.hits": "reused",
+    "samkv.chunk.computed_now": "computed_now",
+    **{
+        f"samkv.{name}": name
+        for name in (
+            "method", "ran", "kept_ratio", "recompute_ratio", "context_tokens", "prefix_tokens",
+            "prefix_chunks", "bytes_read", "kv_bytes", "announce_s", "decode_tokens_per_s",
+        )
+    },
+}  # fmt: skip
+"""Attribute of a span -> field of the report."""
+
+
+class _Telemetry:
+    """The API and our instruments. A provider that is set later is used, too."""
+
+    def __init__(self) -> None:
+        from opentelemetry import context, metrics, trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self.api, self.context = trace, context
+        self.propagator = TraceContextTextMapPropagator()
+        self.tracer = trace.get_tracer(SCOPE, formatting.version())
+        meter = metrics.get_meter(SCOPE, formatting.version())
+        self.tell: dict[str, Callable[..., None]] = {}
+        for name, (unit, about, bounds) in _METRICS.items():
+            self.tell[name] = (
+                meter.create_counter(name, unit, about).add
+                if bounds is None
+                else meter.create_histogram(
+                    name, unit, about, explicit_bucket_boundaries_advisory=bounds
+                ).record
+            )
+
+
+@cache
+def _telemetry() -> _Telemetry | None:
+    """None if the API is not installed, or too old."""
+    try:
+        return _Telemetry()
+    except (ImportError, TypeError):  # histograms of older ones know no bounds
+        return None
+
+
+def _listening() -> _Telemetry | None:
+    """The API to send to; None if it is not installed, or switched off."""
+    disabled = os.environ.get(DISABLED, "").replace(" ", "").split(",")
+    return None if NAME in disabled else _telemetry()
+
+
+@contextmanager
+def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
+    """In the block, the parent of spans is the current one, or that of the ``traceparent``."""
+    telemetry = _listening()
+    if telemetry is None or telemetry.api.get_current_span().get_span_context().is_valid:
+        yield
+        return
+    token = telemetry.context.attach(telemetry.propagator.extract(headers))
+    try:
+        yield
+    finally:
+        telemetry.context.detach(token)
+
+
+class Trace:
+    """The span and metrics of one answer; the caller's span is the parent. No-op without the API.
+
+    began: when the answer was asked for, by `time.perf_counter`.
+    """
+
+    def __init__(self, model: str, prompt: Prompt, settings: AnswerSettings, began: float) -> None:
+        self._telemetry, self._began = _listening(), began
+        if self._telemetry is None:
+            return
+        self._caller = self._telemetry.context.get_current()
+        is_text = isinstance(prompt, str | RenderedPrompt)
+        operation, values = "text_completion" if is_text else "chat", settings.sampling.values
+        self._name = f"{operation} {model}"
+        self._labels: Attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": NAME,
+            "gen_ai.request.model": model,
+        }
+        self._options: Attributes = {
+            "gen_ai.request.max_tokens": values["max_new_tokens"],
+            "gen_ai.output.type": "text" if settings.json_schema is None else "json",
+        }
+        of_sampling = () if settings.sampling.is_greedy else ("top_k", "top_p")
+        for name in ("temperature", "seed", *of_sampling):
+            if values[name] is not None:
+                self._options[f"gen_ai.request.{name}"] = values[name]
+
+    def end(
+        self,
+        at: float,
+        *,
+        stages: Sequence[Stage] = (),
+        report: Report | None = None,
+        finish_reason: str | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Send the answer; from any thread. stages, report: none without a first token."""
+        telemetry = self._telemetry
+        if telemetry is None:
+            return
+        labels, found = dict(self._labels), dict(self._options)
+        if finish_reason is not None:
+            found["gen_ai.response.finish_reasons"] = [finish_reason]
+        # a caller who leaves is no failure
+        has_failed = error is not None and not isinstance(
+            error, asyncio.CancelledError | GeneratorExit
+        )
+        if has_failed:
+            labels["error.type"] = type(error).__qualname__
+        ran: list[Stage] = []
+        told: list[tuple[str, float, Attributes]] = [
+            ("gen_ai.client.operation.duration", at - self._began, {})
+        ]
+        if report is not None:
+            ran = [*stages, Stage(name="decode", began=stages[-1].ended, ended=at)]
+            cached, prefix = report.cached_tokens, report.prefix_tokens
+            missed = sum(report.chunk_misses.values())
+            for name, figure in _FIGURES.items():
+                found[name] = getattr(report, figure)
+            found["samkv.chunk.misses"] = missed
+            if report.eviction is not None:
+                found["samkv.eviction"] = report.eviction
+            if report.chunk_misses:
+                found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
+            usage, sources = "gen_ai.client.token.usage", "samkv.prompt.tokens"
+            told += [
+                ("gen_ai.client.operation.time_to_first_chunk", report.ttft_s, {}),
+                ("samkv.wait", report.wait_s, {}),
+                ("samkv.bytes_read", report.bytes_read, {}),
+                (usage, report.prompt_tokens, {"gen_ai.token.type": "input"}),
+                (usage, report.completion_tokens, {"gen_ai.token.type": "output"}),
+                (sources, max(0, cached - prefix), {"samkv.source": "chunks"}),
+                (sources, prefix, {"samkv.source": "prefix"}),
+                (sources, report.prompt_tokens - cached, {"samkv.source": "computed"}),
+                ("samkv.chunks", report.reused, {"samkv.outcome": "reused"}),
+                ("samkv.chunks", report.prefix_chunks, {"samkv.outcome": "prefix"}),
+                ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
+                ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
+            ]
+        epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
+        span = telemetry.tracer.start_span(
+            self._name, self._caller, attributes=labels | found,
+            start_time=epoch_ns + int(self._began * 1e9),
+        )  # fmt: skip
+        if has_failed:
+            span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
+        below = telemetry.api.set_span_in_context(span, self._caller)
+        for stage in ran if span.is_recording() else ():
+            telemetry.tracer.start_span(
+                f"samkv.{stage.name}", below, start_time=epoch_ns + int(stage.began * 1e9)
+            ).end(end_time=epoch_ns + int(stage.ended * 1e9))
+        for name, value, more in told:
+            telemetry.tell[name](value, labels | more, below)
+        span.end(end_time=epoch_ns + int(at * 1e9))
