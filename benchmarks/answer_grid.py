@@ -38,8 +38,8 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.prompt import rag_prompt
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 PARAGRAPHS = Path(__file__).parents[1] / "examples" / "paragraphs"
 

@@ -28,7 +28,7 @@ from samkv_integrations.plan.kept_sequences import common
 from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings

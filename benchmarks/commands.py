@@ -15,8 +15,8 @@ from samkv_integrations.cli.formatting import Row
 from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.methods import METHODS
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""

@@ -52,7 +52,7 @@ from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab.evaluation import Paired, is_right
 from samkv_integrations.methods import get_method
 from samkv_integrations.methods.base import with_option
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.store.base import MemoryStore
 

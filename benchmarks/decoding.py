@@ -29,7 +29,7 @@ from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.lab.evaluation import Paired, is_right
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.store.disk import ChunkStore
 
 WAYS = {"unpacked": 0, "packed": 0, "packed, drafts": 7}

@@ -18,7 +18,7 @@ from statistics import median
 
 from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.prompt.layout import find_runs
-from samkv_integrations.runtimes.transformers.model.loading import load_tokenizer
+from samkv_integrations.runtimes.transformers.loading import load_tokenizer
 from samkv_integrations.store.index import Entry, Index, IndexedChunks
 from samkv_integrations.store.windows import ChunkIndex
 

@@ -28,7 +28,7 @@ from benchmarks.question_sets import questions_of
 from samkv_integrations.cli.formatting import commit
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.lab.evaluation import Paired, is_right
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 
 Cache = list[tuple[Tensor, Tensor]]

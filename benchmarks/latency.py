@@ -29,7 +29,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.prompt.rag_template import rag_prompt
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.disk import ChunkStore
 
 _QUESTIONS = ("What is the name of the river?", "What is the name of the road?")

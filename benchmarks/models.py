@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks import shapes
 from benchmarks.shapes import BUILTIN, shape_names
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.runtimes.transformers.model import loading
-from samkv_integrations.runtimes.transformers.model.loading import (
+from samkv_integrations.runtimes.transformers import loading
+from samkv_integrations.runtimes.transformers.loading import (
     DTYPES,
     builtin_path,
     load_model,
     load_tokenizer,
 )
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 
 def check(shape: str, layers: int | None, dtype: str) -> None:

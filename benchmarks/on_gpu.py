@@ -45,8 +45,8 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.static_step import Graphs
 from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore

@@ -20,7 +20,7 @@ from benchmarks.answer_grid import Texts
 from benchmarks.commands import STDOUT, markdown_table, write
 from benchmarks.run_settings import hardware
 from samkv_integrations.engine import Engine
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.serving import scheduler
 
 NEW_TOKENS = 400

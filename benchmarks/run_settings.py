@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 
 def hardware(model: Model) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 MAX_TOKENS = 32
 """Longest answer. To real text the model's are nonsense of this length, which is a harder test."""

@@ -40,7 +40,7 @@ from samkv_integrations.cli.formatting import commit
 from samkv_integrations.prompt import rag_prompt
 from samkv_integrations.prompt.layout import find_runs
 from samkv_integrations.prompt.quoting import RenderedPrompt
-from samkv_integrations.runtimes.transformers.model import load_model
+from samkv_integrations.runtimes.transformers import load_model
 from samkv_integrations.store.windows import MemoryIndex
 
 KEYS = {"red": "sk-soak-of-the-red-team", "blue": "sk-soak-of-the-blue-team"}

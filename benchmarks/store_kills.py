@@ -301,7 +301,7 @@ def check_nothing_left(world: World, present: set[str]) -> int:
 
 @cache
 def _model():  # noqa: ANN202
-    from samkv_integrations.runtimes.transformers.model import load_model
+    from samkv_integrations.runtimes.transformers import load_model
 
     return load_model("builtin", device="cpu", dtype="float32")
 

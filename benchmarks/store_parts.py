@@ -31,7 +31,7 @@ from samkv_integrations import ChunkStore
 from samkv_integrations.chunks.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store import upkeep
 
 HANG_S = 60.0

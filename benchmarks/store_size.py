@@ -38,7 +38,7 @@ from benchmarks.store_parts import (
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.runtimes.transformers.model import Model
+from samkv_integrations.runtimes.transformers import Model
 
 REPEATS = 500
 WRITERS = 4

@@ -48,7 +48,7 @@ from benchmarks.store_parts import (
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.errors import StoreError
 from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.runtimes.transformers.model import Model, load_model
+from samkv_integrations.runtimes.transformers import Model, load_model
 from samkv_integrations.store import upkeep
 
 METHOD = "reuse"

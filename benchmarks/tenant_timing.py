@@ -31,7 +31,7 @@ from benchmarks.run_settings import hardware
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.runtimes.transformers.model import load_model
+from samkv_integrations.runtimes.transformers import load_model
 
 BUILTIN = "builtin"
 NOBODY, OTHER, SELF = "nobody", "another tenant", "the tenant itself"

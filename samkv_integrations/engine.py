@@ -24,8 +24,8 @@ from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
 from samkv_integrations.runtimes.transformers.eviction import Eviction, get_eviction
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.decode import force
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries

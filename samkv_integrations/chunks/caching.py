@@ -37,8 +37,8 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
 )
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.runtimes.transformers.model.loading import available_bytes
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import available_bytes
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     Before,
     PrefilledChunks,

@@ -29,7 +29,7 @@ def doctor(
     from tqdm.auto import tqdm
 
     from samkv_integrations.lab.doctor import examine
-    from samkv_integrations.runtimes.transformers.model.loading import load_model
+    from samkv_integrations.runtimes.transformers.loading import load_model
     from samkv_integrations.store.disk import ChunkStore
 
     use_threads_for(model)  # times of another number of threads would not be found again

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.engine import Engine
     from samkv_integrations.ingest.cluster import WorkerPool
-    from samkv_integrations.runtimes.transformers.model.model import Model
+    from samkv_integrations.runtimes.transformers.runtime import Model
     from samkv_integrations.store.disk import ChunkStore
 
 SOME_UNREADABLE = 1

@@ -23,7 +23,7 @@ from samkv_integrations.ingest.documents import read_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samkv_integrations.runtimes.transformers.model.model import Model
+    from samkv_integrations.runtimes.transformers.runtime import Model
 
 FULL, DEFAULT = "recompute", "auto"
 COMPARED = (FULL, "reuse", DEFAULT)

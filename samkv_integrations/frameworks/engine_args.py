@@ -20,8 +20,8 @@ from samkv_integrations.frameworks.fields import (
     unknown_option,
 )
 from samkv_integrations.options import EngineOptions, check_options
-from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.index import bytes_of

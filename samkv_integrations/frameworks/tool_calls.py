@@ -18,7 +18,7 @@ from typing import Any
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.quoting import Chat
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(\s*[{{\[].*?)(?:{_CLOSE}|$)", re.DOTALL)

@@ -28,7 +28,7 @@ from samkv_integrations.chunks.chunk import ChunkRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
-from samkv_integrations.runtimes.transformers.model.loading import bfloat16_is_slow
+from samkv_integrations.runtimes.transformers.loading import bfloat16_is_slow
 from samkv_integrations.runtimes.transformers.passes.prefill import batches
 
 __all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]

@@ -22,7 +22,7 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     rotate,
     unrotate,
 )
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.disk import ChunkStore
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}

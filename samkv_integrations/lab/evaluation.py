@@ -22,7 +22,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import rag_prompt
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 YES_NO = frozenset(("yes", "no"))
 _RESAMPLES = 10_000

@@ -30,7 +30,7 @@ from samkv_integrations.runtimes.transformers.eviction import (
     get_eviction,
     with_budget,
 )
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import Store
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.folder import read_small, write_file

@@ -19,7 +19,7 @@ from torch import Tensor
 from samkv_integrations.methods import Method
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat, groups
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import Store
 
 MARGIN = 0.95

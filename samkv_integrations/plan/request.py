@@ -23,7 +23,7 @@ from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
 from samkv_integrations.report import Report, Stage
 from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.blend import Watch
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries, WorkingCache
 from samkv_integrations.runtimes.transformers.sampling import (

@@ -7,9 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,18 @@ class RenderedPrompt:
         return RenderedPrompt(self.text[start:stop], tuple(quoted), self.is_chat)
 
 
-class SpecialTokens:
-    """The special tokens of a tokenizer, and where their names count in a text."""
+class SpecialToken(Protocol):
+    """A special token: whether it swallows the space before it and behind it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        tokens = tokenizer.added_tokens_decoder.values()
-        self._tokens = {token.content: token for token in tokens if token.special}
+    lstrip: bool
+    rstrip: bool
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer by name, and where their names count in a text."""
+
+    def __init__(self, tokens: Mapping[str, SpecialToken]) -> None:
+        self._tokens = dict(tokens)
         longest_first = sorted(self._tokens, key=len, reverse=True)
         # Without a special token nothing matches.
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -19,7 +19,7 @@ from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.rag_template import bodies_of, shorten
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import Outage, Store
 from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, MemoryIndex
 

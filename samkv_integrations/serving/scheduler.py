@@ -26,10 +26,11 @@ from samkv_integrations.errors import InvalidOption, OutOfMemory, Overloaded
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.kept_sequences import KeptSequence
 from samkv_integrations.plan.request import Request
+from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report, Stage
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
-from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder, TextStream, decode
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.sampling import Sampler
 from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts

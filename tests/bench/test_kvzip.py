@@ -10,7 +10,7 @@ from benchmarks.datasets import load
 from benchmarks.kvzip import Cache, answers, compute, importance
 from samkv_integrations.engine import Engine
 from samkv_integrations.lab.evaluation import is_right
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from tests.support.models import tiny_model
 
 

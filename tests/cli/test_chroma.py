@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from samkv_integrations.chroma import client as client_module
 from samkv_integrations.chroma.client import Database
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant

@@ -20,7 +20,7 @@ from samkv_integrations.chroma.client import Database, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.cli.ingest import Found, find_documents, split
 from samkv_integrations.ingest.cluster import ClusterIngest
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
 

@@ -14,7 +14,7 @@ import torch
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryStore
 from tests.support.costs import ONE_PASS, TOKENS_ONLY
 from tests.support.covering import covering

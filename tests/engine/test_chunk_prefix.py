@@ -8,7 +8,7 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import tiny_model
 
 TEXTS = ["The mill stands by the river, and its wheel is green.", "A baker lives next to it."]

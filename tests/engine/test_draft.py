@@ -11,7 +11,7 @@ import torch
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as scheduler_module
 from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.serving.scheduler import Scheduler

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.scheduler import RunningAnswer
 from tests.support.costs import ONE_PASS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model

@@ -10,7 +10,7 @@ import torch
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.laws import CHUNKS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 

@@ -16,7 +16,7 @@ from samkv_integrations.errors import (
     StoreError,
     UnsupportedModel,
 )
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryStore, Store
 from tests.support.costs import ONE_PASS
 from tests.support.covering import covering

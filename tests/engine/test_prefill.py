@@ -20,7 +20,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     mean_of_blocks,
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import rotate
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,

@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.report import Report, Reports
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.laws import WHOLE_IS_FASTER
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.served import PROMPT, TEXTS, engine_on

@@ -17,7 +17,7 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     groups,
 )
 from samkv_integrations.runtimes.transformers.eviction import Quest
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.working_cache import LayerEntries, SparseCache
 from tests.support.asking import ask
 from tests.support.chunks import encoded

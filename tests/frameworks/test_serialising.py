@@ -17,7 +17,7 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from tests.support.records import TEXTS, builtin
 
 TEXT = TEXTS[0]

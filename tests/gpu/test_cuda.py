@@ -30,7 +30,7 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     kernel_of,
 )
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction, Quest
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from samkv_integrations import METHODS, Engine, MemoryStore
 from samkv_integrations.prompt.layout import Run
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.windows import MIN_RUN
 from tests.support.laws import TOLERANCE
 from tests.support.models import TEMPLATE, hf_model, tiny_model

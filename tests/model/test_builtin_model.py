@@ -24,7 +24,7 @@ from reference_model.evaluate import (
 )
 from reference_model.prompts import PromptForms
 from reference_model.world import World
-from samkv_integrations.runtimes.transformers.model.loading import builtin_path
+from samkv_integrations.runtimes.transformers.loading import builtin_path
 from tests.support.records import builtin
 
 WORLD = World.load()

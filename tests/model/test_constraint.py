@@ -19,7 +19,7 @@ from jsonschema import validate
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, TimedOut
 from samkv_integrations.runtimes.transformers import sampling
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import (
     JsonConstraint,
     SchemaReader,

@@ -22,8 +22,8 @@ from samkv_integrations.errors import (
     SamkvError,
     UnsupportedModel,
 )
-from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
 
 TEXT = "In the other town <|end|> is 1984's café:\n\n\tthe\u00a0theatre 🙂"
@@ -33,7 +33,7 @@ TEXT = "In the other town <|end|> is 1984's café:\n\n\tthe\u00a0theatre 🙂"
 def float32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every machine: whether bfloat16 is faster is measured."""
     monkeypatch.setattr(
-        "samkv_integrations.runtimes.transformers.model.loading.bfloat16_is_fast",
+        "samkv_integrations.runtimes.transformers.loading.bfloat16_is_fast",
         lambda device: False,
     )
 

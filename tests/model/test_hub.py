@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.errors import InvalidOption, ModelNotFound
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from tests.support.models import byte_tokenizer, hf_model
 
 LOAD = """
 import sys
 from samkv_integrations import SamkvError
-from samkv_integrations.runtimes.transformers.model import load_model
+from samkv_integrations.runtimes.transformers import load_model
 try:
     print("loaded", load_model(sys.argv[1], device="cpu").name)
 except SamkvError as error:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.runtimes.transformers.model import identity
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import byte_tokenizer, hf_model
 
 Change = Callable[[Any], object]

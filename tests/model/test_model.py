@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from benchmarks.models import random_model
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
-from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
@@ -86,7 +86,7 @@ class TestLoading:
         hf_model("llama").to(stored).save_pretrained(tmp_path)
         byte_tokenizer(bos=True).save_pretrained(tmp_path)
         monkeypatch.setattr(
-            "samkv_integrations.runtimes.transformers.model.loading.bfloat16_is_slow",
+            "samkv_integrations.runtimes.transformers.loading.bfloat16_is_slow",
             lambda device: is_slow,
         )
         expected = torch.float32 if is_slow else stored

@@ -21,10 +21,10 @@ from torch import Tensor
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.lab.doctor import examine
-from samkv_integrations.runtimes.transformers.model import loading, packed_weights
+from samkv_integrations.runtimes.transformers import loading, packed_weights
 from samkv_integrations.runtimes.transformers.model.gguf_file import GgufFile
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.model.packed_weights import (
     Buffer,
     FileMatrix,
@@ -359,7 +359,7 @@ class TestChoices:
 
 WITHOUT_BFLOAT16 = """
 import sys, torch
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.model import packed_weights
 from samkv_integrations.runtimes.transformers.model.packed_weights import large_kind
 assert large_kind() is not packed_weights.LargeInt8Matrix  # its sums overflow

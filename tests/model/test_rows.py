@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import FAMILIES, OTHER_FAMILIES, tiny_model
 
 WORDS = "The ferry leaves the harbour at nine and comes back at noon, every day of the week. " * 8

@@ -6,7 +6,7 @@ import pytest
 
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import PromptTooLong
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import tiny_model
 
 TEXT = "The mill of Orvik was built in 1871 by two brothers, and it grinds barley. " * 20

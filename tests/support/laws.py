@@ -13,7 +13,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asking import Asked, ask
 from tests.support.models import FAMILIES, tiny_model
 

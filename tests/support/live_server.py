@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.app import app as cli
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.runtimes.transformers.model.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings

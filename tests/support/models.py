@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
 """Layers that attend to everything, and rotate whole heads: laws of methods run over these."""

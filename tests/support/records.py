@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from samkv_integrations.runtimes.transformers.model.loading import load_model
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 # What the built-in model was trained on: a user message, and the same as a bare completion.
 CHAT_TEMPLATE = "Documents:\n\n{context_str}\n\nQuestion: {query_str}"

@@ -14,7 +14,7 @@ from reference_model.evaluate import Cell, Item
 from reference_model.prompts import BOS
 from reference_model.scenes import draw_scene
 from reference_model.world import World
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import tiny_model
 from tests.support.records import builtin
 

@@ -23,11 +23,12 @@ from samkv_integrations.plan.request import AnswerSettings
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
+from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan
-from samkv_integrations.runtimes.transformers.passes.decode import TextStream, decode_greedily
+from samkv_integrations.runtimes.transformers.passes.decode import decode_greedily
 
 __all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
 

@@ -45,7 +45,7 @@ from samkv_integrations.errors import (
     shown,
 )
 from samkv_integrations.option import Option, declared
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -170,7 +170,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: Model,
+        model: LayeredModel,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         constraint: LogitsProcessor | None = None,
@@ -324,7 +324,7 @@ class JsonConstraint(LogitsProcessor):
 
     def __init__(
         self,
-        model: Model,
+        model: LayeredModel,
         schema: Mapping[str, Any],
         end_ids: frozenset[int],
         reader: SchemaReader,
@@ -519,7 +519,7 @@ def _closed(schema: Any) -> Any:  # noqa: ANN401
     return closed
 
 
-def _tokenizer(model: Model, end_ids: frozenset[int]) -> LLTokenizer:
+def _tokenizer(model: LayeredModel, end_ids: frozenset[int]) -> LLTokenizer:
     """The model's tokenizer as llguidance needs it; made once for each set of end tokens."""
     import llguidance.hf
 

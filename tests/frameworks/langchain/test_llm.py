@@ -36,7 +36,7 @@ from samkv_integrations.frameworks import engine_args
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.runtimes.transformers.eviction import H2O
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asked import listen
 from tests.support.handles import issued
 from tests.support.models import byte_tokenizer, hf_model

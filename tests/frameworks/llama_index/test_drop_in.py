@@ -12,7 +12,7 @@ from llama_index.core import PromptTemplate
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations.errors import InvalidOption, ModelNotFound
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asked import listen
 from tests.support.llama_index_corpus import Corpus, cached_prompt
 from tests.support.models import byte_tokenizer, hf_model

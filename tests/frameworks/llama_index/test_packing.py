@@ -11,7 +11,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import PromptTooLong
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import byte_tokenizer, hf_model
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)

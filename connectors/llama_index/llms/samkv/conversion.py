@@ -27,7 +27,7 @@ from samkv_integrations.frameworks.tool_calls import (
 )
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 
 def with_system_prompt(

@@ -1,9 +1,1 @@
-"""A transformers model, run layer by layer; the only package that imports transformers."""
-
-from __future__ import annotations
-
-from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
-from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.runtimes.transformers.sampling import Sampling
-
-__all__ = ["Model", "Sampling", "load_model", "load_tokenizer"]
+"""A transformers model, run layer by layer."""

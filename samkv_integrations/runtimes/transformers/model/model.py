@@ -9,9 +9,8 @@ import copy
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
-from samkv_integrations.prompt.quoting import Chat, RenderedPrompt, SpecialTokens
+from samkv_integrations.prompt.quoting import SpecialTokens
+from samkv_integrations.prompt.text import ModelText
 from samkv_integrations.runtimes.transformers.model.attention import (
     Attend,
     _samkv_attention,
@@ -53,11 +53,9 @@ from samkv_integrations.runtimes.transformers.model.packed_weights import (
     packed_products,
 )
 
-_USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
-
-class Model:
-    """A causal language model that can be stepped through layer by layer.
+class LayeredModel(ModelText):
+    """A causal language model that is stepped through layer by layer.
 
     Args:
         hf: a loaded transformers model of a supported family. It goes on working, in evaluation
@@ -150,7 +148,6 @@ class Model:
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
-        self.special_tokens = SpecialTokens(self.tokenizer)
         self.constraint_tokenizers: dict[frozenset[int], Any] = {}  # of `JsonConstraint`, by ends
         if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
             self.layer_devices = self._devices_of_layers()
@@ -203,11 +200,6 @@ class Model:
     # -- text -------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of ``text`` alone, nothing added.
-
-        special: whether ``<|names|>`` of special tokens in the text count as such. True for a
-        rendered chat template; False for a chunk, whose words must not steer the conversation.
-        """
         return list(self._tokenized(text, special=special)["input_ids"])
 
     def _tokenized(self, text: str, *, special: bool, offsets: bool = False) -> Any:  # noqa: ANN401
@@ -227,44 +219,36 @@ class Model:
                     "clean it with text.encode(errors='replace').decode()"
                 ) from error
 
-    def tokenize_prompt(self, prompt: RenderedPrompt) -> list[int]:
-        """Token ids of a whole prompt, as transformers makes them.
-
-        Those of ``apply_chat_template`` for a chat, else those of ``tokenizer(text)``, which may
-        add BOS; a text that begins with BOS gets no other.
-        """
-        ids: list[int] = []
-        for text, counts in self.special_tokens.stretches(prompt):
-            ids += self.tokenize(text, special=counts)
-        if prompt.is_chat:
-            return ids
-        before, after = self._added_ids
-        return [*(() if ids[:1] == before[:1] else before), *ids, *after]
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token, so that a text has at least a token for so many."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
-    @cached_property
-    def _added_ids(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer adds before and after any text."""
-        ids, bare = self.tokenizer("a")["input_ids"], self.tokenize("a", special=True)
-        at = next(n for n in range(len(ids) + 1) if ids[n : n + len(bare)] == bare)
-        return list(ids[:at]), list(ids[at + len(bare) :])
-
     def token_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text in which no special token counts, and the characters of each."""
         found = self._tokenized(text, special=False, offsets=True)
         return list(found["input_ids"]), list(found["offset_mapping"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ``ids`` without special tokens."""
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
+
+    @property
+    def n_vocabulary(self) -> int:
+        n_known: int = self.config.vocab_size
+        return n_known
+
+    @cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        return SpecialTokens({token.content: token for token in tokens if token.special})
+
+    @cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        ids, bare = self.tokenizer("a")["input_ids"], self.tokenize("a", special=True)
+        at = next(n for n in range(len(ids) + 1) if ids[n : n + len(bare)] == bare)
+        return list(ids[:at]), list(ids[at + len(bare) :])
 
     @property
     def bos_id(self) -> int | None:
@@ -280,104 +264,26 @@ class Model:
             found.update([value] if isinstance(value, int) else value or [])
         return frozenset(found)
 
-    def end_ids(self, more: Iterable[int]) -> frozenset[int]:
-        """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is no token."""
-        if isinstance(more, str) or not isinstance(more, Iterable):
-            raise InvalidOption(f"stop_ids={more!r}; it must be a list of token ids")
-        ids, size = list(more), self.config.vocab_size
-        for found in ids:
-            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
-                raise InvalidOption(
-                    f"stop id {found!r} is no token of {self.name!r}, whose ids are 0 to "
-                    f"{size - 1}; tokenizer.convert_tokens_to_ids knows the id of a token"
-                )
-        return self.eos_ids | frozenset(ids)
+    @property
+    def chat_template(self) -> str | None:
+        template = self.tokenizer.chat_template  # a dict of several has no source of its own
+        return str(template) if template else None
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self.tokenizer.chat_template)
-
-    @property
-    def asks_in_chat(self) -> bool:
-        """Whether questions go through the chat template where nobody says so.
-
-        The built-in model reads plain prompts as well.
-        """
-        return self.has_chat_template and self.name != "builtin"
-
-    @cached_property
-    def tool_template(self) -> str | None:
-        """The chat template of prompts with tools; None if there is none that writes them."""
+    def chat_template_of_tools(self) -> str | None:
         if not self.has_chat_template:
             return None
-        template = str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be so
-        return template if _USES_TOOLS.search(template) else None
+        return str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be so
 
-    @cached_property
-    def answer_opening(self) -> tuple[int, ...]:
-        """Last token ids of a chat prompt that a later prompt may not hold in their place.
-
-        Behind the messages templates write an opening for the answer to begin, and leave empty
-        thoughts out of earlier turns. What they write before an earlier answer, too, is no part of
-        it, but for the last token, which may merge with the answer.
-        """
-        message = [{"role": "user", "content": "a"}]
-        answered = [*message, {"role": "assistant", "content": "b"}]
-        try:
-            with_it, without = (
-                self.tokenizer.apply_chat_template(
-                    message, tokenize=False, add_generation_prompt=opens
-                )
-                for opens in (True, False)
-            )
-            later: str = self.tokenizer.apply_chat_template(answered, tokenize=False)
-        except Exception:  # templates raise whatever their author chose
-            return ()
-        opening = with_it.removeprefix(without)
-        if opening == with_it:
-            return ()
-        ids = self.tokenize(opening, special=True)
-        in_history = self.tokenize(later.removeprefix(without), special=True)
-        n_same = next(
-            (at for at, pair in enumerate(zip(ids, in_history, strict=False)) if len({*pair}) > 1),
-            min(len(ids), len(in_history)),
+    def write_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
+        opens: bool = True,
+    ) -> str:  # fmt: skip
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opens
         )
-        return tuple(ids[max(0, n_same - 1) :])
-
-    def render_chat(self, messages: Sequence[dict[str, str]] | Chat) -> RenderedPrompt:
-        """The prompt of ``messages`` (``role``, ``content``), ready for an answer.
-
-        Names of special tokens in their contents are text, and control nothing.
-        """
-        chat = messages if isinstance(messages, Chat) else Chat(messages)
-        if not self.tokenizer.chat_template:
-            raise InvalidOption(
-                f"{self.name!r} has no chat template; pass a plain prompt string instead"
-            )
-        needs_tools = bool(chat.tools)
-        for message in chat.messages:
-            needs_tools |= message["role"] == "tool" or bool(message.get("tool_calls"))
-        if needs_tools and self.tool_template is None:
-            raise InvalidOption(
-                f"the chat template of {self.name!r} takes no tools and no calls of tools; leave "
-                "them out of the messages"
-            )
-
-        def render(hidden: Any) -> str:  # noqa: ANN401
-            written, tools = hidden
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    written, tools=tools or None, tokenize=False, add_generation_prompt=True
-                )
-            except Exception as error:  # templates raise whatever their author chose
-                raise InvalidOption(
-                    f"the chat template of {self.name!r} refused: {error}"
-                ) from error
-            assert isinstance(text, str)
-            return text
-
-        written = self.special_tokens.rendered([list(chat.messages), list(chat.tools)], render)
-        return replace(written, is_chat=True)
+        assert isinstance(text, str)
+        return text
 
     # -- one pass ---------------------------------------------------------------------------
 

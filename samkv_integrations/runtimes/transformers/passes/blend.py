@@ -26,7 +26,7 @@ from samkv_integrations.methods.base import (
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.runtimes.transformers.model.attention import of_groups
 from samkv_integrations.runtimes.transformers.model.families import Rotation
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
@@ -113,7 +113,7 @@ class PassPlan:
 
 
 def plan_pass(
-    model: Model,
+    model: LayeredModel,
     layout: Layout,
     keep: Tensor,
     recompute: Tensor,
@@ -255,7 +255,7 @@ class Blend:
     layer.
     """
 
-    model: Model
+    model: LayeredModel
     layout: Layout
     context: Context
     rotation: Rotation

@@ -11,7 +11,7 @@ from torch import Tensor
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.request import FirstToken, Request
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.working_cache import WorkingCache
 from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 
@@ -24,7 +24,7 @@ class Decoder:
     entries of some.
     """
 
-    model: Model
+    model: LayeredModel
     cache: WorkingCache
     position: int
 
@@ -79,50 +79,10 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
     return torch.split(logits, lengths)
 
 
-class TextStream:
-    """Turns tokens into pieces of text, up to a stop string, which is not part of the text.
-
-    Text that ends in half a character, or may be the beginning of a stop string, is held back.
-    """
-
-    def __init__(self, model: Model, stop: Sequence[str] = ()) -> None:
-        self._model = model
-        self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._sent = 0
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """The text that is final after ``token``; may be empty."""
-        self._ids.append(token)
-        text = self._model.detokenize(self._ids)
-        end = len(text)
-        for stop in self._stop:
-            if (at := text.find(stop, max(0, self._sent - len(stop)))) >= 0:
-                self.stopped, end = True, min(end, at)
-        if not self.stopped:
-            end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-            tail = text[self._sent : end]  # what was sent stays, however long a stop string is
-            held_back = 0
-            for stop in self._stop:
-                begun = min(len(stop) - 1, len(tail))
-                while not tail.endswith(stop[:begun]):
-                    begun -= 1
-                held_back = max(held_back, begun)
-            end -= held_back
-        piece = text[self._sent : end]
-        self._sent = max(self._sent, end)
-        return piece
-
-    def flush(self) -> str:
-        """The text that was held back, after the last token."""
-        return "" if self.stopped else self._model.detokenize(self._ids)[self._sent :]
-
-
 # -- one request by itself, in the model's thread ---------------------------------------------
 
 
-def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> tuple[list[int], str]:
+def decode_greedily(model: LayeredModel, begun: FirstToken, most_tokens: int) -> tuple[list[int], str]:
     """The answer of `Engine.generate` with its default options, of at most ``most_tokens``.
 
     Returns its tokens, with the end token if the model chose it, and its text. The default options

@@ -19,7 +19,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     quantise_means,
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 
 PrefixPolicy = Literal["auto", "documents", "bos", "none"]
 
@@ -42,7 +42,7 @@ Before = Sequence[tuple[Tensor, Tensor]]
 """Keys and values (1, G, P, D) of the prefix, of each layer."""
 
 
-def prefix_ids(model: Model, prefix: PrefixPolicy, prefix_text: str) -> tuple[int, ...]:
+def prefix_ids(model: LayeredModel, prefix: PrefixPolicy, prefix_text: str) -> tuple[int, ...]:
     """The token ids that an engine's ``prefix`` and ``prefix_text`` stand for.
 
     A text takes the place of the documents. BOS comes first, unless the model has none or
@@ -87,7 +87,7 @@ def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[Chunk
     return grouped
 
 
-def entries_before(model: Model, prefix: Sequence[int]) -> Before:
+def entries_before(model: LayeredModel, prefix: Sequence[int]) -> Before:
     """The entries of a prefix, by its token ids, computed once for all chunks."""
     shape = (1, model.n_kv_heads, 0, model.head_dim)
     empty = [torch.empty(shape, dtype=model.dtype, device=where) for where in model.layer_devices]
@@ -217,7 +217,7 @@ cache."""
 
 
 def prefill(
-    model: Model, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before
+    model: LayeredModel, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before
 ) -> PrefilledChunks:
     """Compute caches in one pass; a chunk sees the prefix and itself, no other chunk.
 

@@ -32,7 +32,7 @@ from samkv_integrations.runtimes.transformers.model.attention import (
     attention_of_token,
     suits_products,
 )
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 
 
@@ -184,7 +184,7 @@ def rooms_for(n_entries: int, like: Tensor, least: int = 0) -> Tensor:
 
 
 def _attention(
-    model: Model | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
+    model: LayeredModel | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The attention of a step: query (1, H, 1, D) over all entries, as the layer computes it."""
@@ -220,7 +220,7 @@ class DenseCache(WorkingCache, FirstEntries):
         n_tokens: int = 0,
         rule: DroppingEviction | None = None,
         weigh: ContextAttention | None = None,
-        model: Model | None = None,
+        model: LayeredModel | None = None,
         keeps_all: bool = False,
     ) -> None:
         self.keys: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, D)
@@ -432,7 +432,7 @@ class SparseCache(WorkingCache):
         weigh: ContextAttention | None = None,
         *,
         n_tokens: int = 0,
-        model: Model | None = None,
+        model: LayeredModel | None = None,
     ) -> None:
         self._near = DenseCache(n_layers, capacity, n_tokens=n_tokens, weigh=weigh, model=model)
         self._is_near = [False] * n_layers

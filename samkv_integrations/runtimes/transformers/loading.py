@@ -27,6 +27,7 @@ from samkv_integrations.errors import (
     UnsupportedModel,
     meant,
 )
+from samkv_integrations.runtimes.memory import available_bytes
 from samkv_integrations.runtimes.transformers.model.attention import is_faster
 from samkv_integrations.runtimes.transformers.model.families import (
     SUPPORTED_DTYPES,
@@ -42,11 +43,12 @@ from samkv_integrations.runtimes.transformers.model.gguf_file import (
     gguf_tokenizer,
     smollm2,
 )
-from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.model.packed_weights import (
     kernels_work,
     pack_in_8_bits,
 )
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 DTYPES = ("auto", *SUPPORTED_DTYPES)
 
@@ -244,24 +246,6 @@ def _check_packable(
                 "for bfloat16 or float32; those of GGUF files take no model_kwargs, and others no "
                 "device_map; leave out either"
             )
-
-
-def available_bytes() -> int | None:
-    """Memory that programs can still get, within the limit of the container; None if unknown."""
-    found = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            found.append(int(limit) - used + int(stat["inactive_file"]))
-    except (OSError, ValueError, KeyError):
-        pass  # another system, or no limit
-    return min(found, default=None)
 
 
 def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:

@@ -1,0 +1,400 @@
+"""The seam: what runs a model, as the rest of the engine sees it.
+
+The engine decides which tokens of a prompt are computed, and which entries come from caches or from
+memory (`PromptPass`). A runtime runs the model: it makes the caches of chunks, computes a prompt's
+pass, and decodes. Tensors, logits and KV entries are its own: the engine passes them on and never
+looks inside. tests/support/table_runtime.py is a complete runtime of some hundred lines.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samkv_integrations.chunks.chunk import (
+    BlockScheme,
+    CacheShape,
+    ChunkCache,
+    ChunkRef,
+    Fingerprint,
+)
+from samkv_integrations.errors import CacheMiss, InvalidOption
+from samkv_integrations.methods import Method
+from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.options import Sampling
+from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.text import ModelText
+from samkv_integrations.store.base import Store, StoredChunk
+
+Logits = Any
+"""The scores of the next token, as a runtime has them. Only its own `Sampler` reads them."""
+
+
+class ChunkLost(Exception):
+    """A chunk cache failed while it was read."""
+
+    def __init__(self, chunk: StoredChunk, miss: CacheMiss) -> None:
+        super().__init__(str(miss))
+        self.chunk, self.miss = chunk, miss
+
+
+class ChunkReader:
+    """Opens the caches of a store for answers. A runtime may hold some of them in memory."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        """As `Store.open`."""
+        return self._store.open(key, fingerprint, token_ids)
+
+    def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
+        """Begin to read chunks, which a question will use, in other threads."""
+
+    def bring(self, chunks: Sequence[StoredChunk]) -> None:
+        """Begin to copy opened caches to where the model is."""
+
+    def follow(self, deletion: int) -> None:
+        """Free what was deleted since the last call. deletion: `Chunks.deletions`."""
+
+    def sweep(self) -> None:
+        """Free the caches that the store does not hold any more."""
+
+    def clear(self) -> None:
+        """Free all caches."""
+
+
+# -- a prompt's pass ------------------------------------------------------------------------------
+
+
+class FirstEntries(Protocol):
+    """KV entries of a sequence's first tokens, as kept sequences hold them."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of memory that they take."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a prompt takes from memory.
+
+    entries: of a kept sequence; None for nothing. n_tokens: how many of its first tokens.
+    again: positions (n,) of those that are computed again, for this answer alone, in order.
+    n_exact: first tokens whose entries equal full prefill's, those that this pass computes
+        included.
+    """
+
+    entries: FirstEntries | None
+    n_tokens: int
+    again: NDArray[np.int64]
+    n_exact: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """The caches of a prompt's chunks, in the order of its layout, and of others.
+
+    fingerprint: of all. opened: of the chunks. reader: opens others; keys: the first n keys of the
+    store, for methods that need statistics of more chunks than the prompt has.
+    """
+
+    fingerprint: Fingerprint
+    opened: Sequence[StoredChunk]
+    reader: ChunkReader
+    keys: Callable[[int], Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptPass:
+    """The pass over a prompt: what is computed, loaded and taken from memory.
+
+    layout: of the prompt's tokens, and of the chunks behind those in memory. caches: of these.
+    method: chooses which tokens of chunks are computed again. eviction: which entries the answer's
+        later tokens attend to; None for all.
+    held: what is taken from memory.
+    capacity: tokens that the answer may add. of_chunks: (T,) bool, tokens of chunks, cached or not.
+    keeps: whether the sequence's entries shall stay in memory, all of them; n_copied: else how many
+        first tokens' entries are copied for later prompts.
+    """
+
+    layout: Layout
+    caches: Caches
+    method: Method
+    eviction: Eviction | None
+    held: Held
+    capacity: int
+    of_chunks: NDArray[np.bool_]
+    keeps: bool
+    n_copied: int
+
+
+class Observer:
+    """What a runtime tells while it computes a prompt's pass."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """A block that is a stage of the answer: ``load``, ``probe``, ``select``, ``blend``."""
+        return nullcontext()
+
+    def pause(self) -> None:
+        """Called between two parts of the pass. It may run other passes, and may raise."""
+
+
+class TokenSequence(Protocol):
+    """One answer that is decoded: the KV entries of its prompt and of its tokens so far.
+
+    n_tokens: position of the next token; it counts all tokens, although entries may lack.
+    prompt_bytes: bytes of the prompt's entries before any eviction. kv_bytes: those held now.
+    entries: what later prompts may go on from, growing with the answer; None if nothing is kept.
+    can_rewind: whether `rewind` can take tokens back.
+    """
+
+    n_tokens: int
+    prompt_bytes: int
+    entries: FirstEntries | None
+
+    @property
+    def kv_bytes(self) -> int: ...
+
+    @property
+    def can_rewind(self) -> bool: ...
+
+    def rewind(self, n_tokens: int) -> None:
+        """Take back the last ``n_tokens``."""
+
+    def put_back(self) -> None:
+        """After the last step: restore the entries that this answer alone had computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """The result of a prompt's pass.
+
+    sequence: for the tokens after the first. logits: of the first token.
+    copied: entries of the first `PromptPass.n_copied` tokens; None for none.
+    computed: (Tctx,) float, the share of layers that computed each context token of the layout.
+    is_read: (Tctx,) bool, tokens of blocks of which some layer reads stored entries.
+    n_attended: of `PromptPass.of_chunks`, the tokens that the answer's next token attends to, mean
+        over layers and key-value heads.
+    """
+
+    sequence: TokenSequence
+    logits: Logits
+    copied: FirstEntries | None
+    computed: NDArray[np.float64]
+    is_read: NDArray[np.bool_]
+    n_attended: float
+
+
+class Sampler(Protocol):
+    """Chooses one token after another for one answer."""
+
+    def next(self, logits: Logits) -> int:
+        """The token chosen from ``logits``."""
+        ...
+
+    def next_if_sure(self, logits: Logits, tolerance: float) -> int | None:
+        """Like `next`; None, and nothing is chosen, where that depends on errors of the logits.
+
+        tolerance: two logits that differ by no more may change places; 0 if all are exact.
+        """
+        ...
+
+
+class TokenMask(Protocol):
+    """Tells which tokens may come next, such as those that continue JSON of a schema."""
+
+    def allowed(self, n_vocabulary: int, token_ids: Sequence[int]) -> NDArray[np.bool_]:
+        """(n_vocabulary,) after the tokens of the answer so far."""
+        ...
+
+
+MOST_ROWS = 8
+"""Most tokens of one pass of decoding, where some are drafted."""
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """What a pass over several tokens costs, and whether it computes what one over each does.
+
+    relative: time of a pass over 1, 2, ... tokens, over that of one. One number where nothing may
+        be drafted.
+    tolerance: two logits that differ by no more may change places if tokens are computed together;
+        0 where each token gets the same bits.
+    """
+
+    relative: tuple[float, ...] = (1.0,)
+    tolerance: float = 0.0
+
+
+# -- the runtime ----------------------------------------------------------------------------------
+
+
+class Runtime(ModelText):
+    """Runs one model. All methods but those of text are called in the model's thread.
+
+    n_layers: of the model. token_kv_bytes: bytes of one token's keys and values in all layers.
+    """
+
+    n_layers: int
+    token_kv_bytes: int
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether `begin` and `prefill` pause between their parts."""
+        return False
+
+    @property
+    def device_name(self) -> str:
+        """Where it runs, for messages."""
+        return "this machine"
+
+    @property
+    @abstractmethod
+    def context_window(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    # -- identity -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def generation(self) -> int:
+        """A number that changes when the model does. Called once a question, in any thread.
+
+        Raises UnsupportedModel if it has changed so that caches no longer fit it.
+        """
+
+    def refresh(self) -> None:
+        """Look for changes that `generation` misses, however long it takes."""
+
+    @abstractmethod
+    def fingerprint(
+        self, prefix: Sequence[int], scheme: BlockScheme, store_bits: int
+    ) -> Fingerprint:
+        """The identity of caches that this model makes and accepts.
+
+        prefix: tokens that precede a chunk while its entries are computed.
+
+        Raises InvalidOption if entries cannot be stored in so many bits.
+        """
+
+    # -- chunks -------------------------------------------------------------------------------
+
+    def batches(self, chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
+        """Group chunks for one call of `prefill` each."""
+        return [[chunk] for chunk in chunks]
+
+    @abstractmethod
+    def prefill(
+        self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
+        pause: Callable[[], None],
+    ) -> Sequence[ChunkCache]:  # fmt: skip
+        """Compute the caches of chunks; each sees the prefix and itself, no other chunk.
+
+        pause: see `Observer.pause`.
+
+        Raises InvalidChunk if the entries of one cannot be stored.
+        """
+
+    @abstractmethod
+    def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
+        """The arrays in the cache of a chunk of so many tokens."""
+
+    def reader(self, store: Store, hot_bytes: int | str | None) -> ChunkReader:
+        """What opens the caches of a store; hot_bytes: memory for those that it may hold."""
+        return ChunkReader(store)
+
+    # -- answers ------------------------------------------------------------------------------
+
+    def check(self, method: Method, eviction: Eviction | None) -> None:
+        """Raises InvalidOption for a method or an eviction that this runtime does not run."""
+        if not method.is_by_tokens:
+            raise InvalidOption(
+                f"method {method.name!r} needs the transformers runtime, and {self.name!r} runs on "
+                f"{type(self).__name__}; choose 'auto', 'reuse', 'epic' or 'recompute'"
+            )
+        if eviction is not None:
+            raise InvalidOption(
+                f"eviction {eviction.name!r} needs the transformers runtime, and {self.name!r} "
+                f"runs on {type(self).__name__}; leave it out"
+            )
+
+    @abstractmethod
+    def begin(self, work: PromptPass, observer: Observer) -> Begun:
+        """Compute the pass of a prompt.
+
+        Raises:
+            ChunkLost: a cache cannot be read.
+            OutOfMemory: the device has no memory for it.
+        """
+
+    @abstractmethod
+    def decode(
+        self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[Logits]]:
+        """One step: the logits after each of the next tokens of each sequence.
+
+        Raises OutOfMemory. Sequences that `can_rewind` are then as they were before.
+        """
+
+    @abstractmethod
+    def sampler(
+        self, prompt_ids: Sequence[int], sampling: Sampling, mask: TokenMask | None
+    ) -> Sampler:
+        """What chooses the tokens of an answer."""
+
+    def mask_vocabulary(self, end_ids: frozenset[int]) -> Any:  # noqa: ANN401
+        """The tokenizer as llguidance needs it, for answers that keep to a JSON schema."""
+        raise InvalidOption(f"json_schema: {self.name!r} cannot be held to a schema; leave it out")
+
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether decoding computes the entries that a prefill would."""
+        return True
+
+    def row_costs(self) -> RowCosts:
+        """What a pass over several tokens costs; by default no tokens are drafted."""
+        return RowCosts()
+
+    def free_bytes(self) -> int:
+        """Memory that is available where the model is."""
+        return 2**31
+
+    def stacked(self, logits: Sequence[Logits]) -> Any:  # noqa: ANN401
+        """(n, vocabulary) float32 on the CPU, as an array of the runtime's kind."""
+        return np.stack(logits)
+
+    def thread(self) -> AbstractContextManager[None]:
+        """The block in which the model's thread runs."""
+        return nullcontext()
+
+    def n_threads(self) -> int:
+        """Threads that passes may use, as the calling thread has set them."""
+        return 1
+
+    def use_threads(self, n_threads: int) -> None:
+        """Use so many in this thread."""
+
+    # -- costs --------------------------------------------------------------------------------
+
+    @property
+    def costs_name(self) -> str:
+        """The name under which measured costs of this model on this device are kept."""
+        return f"costs-{self.name}"
+
+    def assumed_costs(self) -> CostModel:
+        """Costs on a typical machine, for when nothing was measured."""
+        return CostModel(layer_s=3e-4, token_s=1e-5, pair_s=1e-9, entry_s=1e-7, read_s=1e-8)
+
+    def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
+        """Costs on this machine."""
+        return self.assumed_costs()

@@ -1,0 +1,187 @@
+"""The transformers runtime: a loaded model that the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.errors import InvalidOption, OutOfMemory
+from samkv_integrations.methods import Method
+from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.options import Sampling, size_in_bytes
+from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.runtimes.base import (
+    Begun,
+    Logits,
+    Observer,
+    PromptPass,
+    RowCosts,
+    Runtime,
+    Sampler,
+    TokenMask,
+    TokenSequence,
+)
+from samkv_integrations.runtimes.memory import available_bytes
+from samkv_integrations.runtimes.transformers import costs, row_costs
+from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
+from samkv_integrations.runtimes.transformers.model.model import LayeredModel
+from samkv_integrations.runtimes.transformers.passes.decode import decode
+from samkv_integrations.runtimes.transformers.passes.prefill import (
+    Before,
+    batches,
+    entries_before,
+    prefill,
+)
+from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
+from samkv_integrations.store.base import Store
+
+
+class Model(LayeredModel, Runtime):
+    """A transformers model as a `Runtime`. For its arguments see `LayeredModel`."""
+
+    _before: tuple[str, Before] | None = None  # entries of the prefix, by fingerprint
+
+    @property
+    def interleaves(self) -> bool:
+        """On a CPU. A GPU's layers are only queued."""
+        return self.device.type == "cpu"
+
+    # -- identity -----------------------------------------------------------------------------
+
+    def generation(self) -> int:
+        return self.identity.look()
+
+    def refresh(self) -> None:
+        self.identity.refresh()
+
+    def fingerprint(
+        self, prefix: Sequence[int], scheme: BlockScheme, store_bits: int
+    ) -> Fingerprint:
+        EntryFormat(
+            bits=store_bits, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim, dtype=self.dtype
+        )  # raises
+        return Fingerprint(
+            model=self.name, weights=self.identity.weights, config=self.identity.config,
+            tokenizer=self.tokenizer_digest, dtype=self.dtype_name, rope=self.identity.rope,
+            n_layers=self.n_layers, n_heads=self.n_heads, n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim, prefix=",".join(map(str, prefix)), block_size=scheme.size,
+            n_init=scheme.n_init, n_local=scheme.n_local, store_bits=store_bits,
+        )  # fmt: skip
+
+    # -- chunks -------------------------------------------------------------------------------
+
+    def batches(self, chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
+        return batches(chunks, self.device)
+
+    def prefill(
+        self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
+        pause: Callable[[], None],
+    ) -> Sequence[ChunkCache]:  # fmt: skip
+        with self.interruptible(pause):
+            if self._before is None or self._before[0] != fingerprint.digest:
+                self._before = fingerprint.digest, entries_before(self, prefix)
+            return prefill(self, chunks, fingerprint, self._before[1])
+
+    def reader(self, store: Store, hot_bytes: int | str | None) -> HotChunks:
+        """Raises InvalidOption for no size, and for more than the device has."""
+        most = available_bytes()
+        default = 0
+        if self.device.type == "cuda":
+            free, most = torch.cuda.mem_get_info(self.device)
+            default = free // 10
+        n_bytes = default if hot_bytes is None else size_in_bytes("hot_bytes", hot_bytes)
+        if hot_bytes is not None and most is not None and n_bytes > most:
+            raise InvalidOption(
+                f"hot_bytes={hot_bytes}, and {self.device} has {most} bytes; give less, or None "
+                "for the default"
+            )
+        return HotChunks(store, n_bytes, self.layer_devices)
+
+    # -- answers ------------------------------------------------------------------------------
+
+    def check(self, method: Method, eviction: Eviction | None) -> None:
+        if method.attend is not None and not self.scores_plainly:
+            raise InvalidOption(
+                f"method {method.name!r} weighs attention scores in its own way, and {self.name!r} "
+                "bounds them or has sinks; choose another method, such as 'auto'"
+            )
+
+    def begin(self, work: PromptPass, observer: Observer) -> Begun:
+        try:
+            with self.interruptible(observer.pause):
+                return run_prompt(self, work, observer)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory.on(self.device) from error
+
+    def decode(
+        self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
+    ) -> Sequence[Sequence[Logits]]:
+        try:
+            return decode(self, sequences, tokens)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory.on(self.device) from error
+
+    def sampler(
+        self, prompt_ids: Sequence[int], sampling: Sampling, mask: TokenMask | None
+    ) -> Sampler:
+        return TransformersSampler(self, prompt_ids, sampling, mask)
+
+    def mask_vocabulary(self, end_ids: frozenset[int]) -> Any:  # noqa: ANN401
+        import llguidance.hf  # a second, and only for answers that keep to a schema
+
+        found = self._mask_vocabularies.get(end_ids)
+        if found is None:
+            found = llguidance.hf.from_tokenizer(
+                self.tokenizer, n_vocab=self.n_vocabulary, eos_token=sorted(end_ids)
+            )
+            self._mask_vocabularies[end_ids] = found
+        return found
+
+    @cached_property
+    def _mask_vocabularies(self) -> dict[frozenset[int], Any]:
+        return {}
+
+    @property
+    def decodes_exactly(self) -> bool:
+        return not self.decodes_packed
+
+    def row_costs(self) -> RowCosts:
+        return self._row_costs
+
+    @cached_property
+    def _row_costs(self) -> RowCosts:
+        return row_costs.row_costs(self)
+
+    # -- the machine --------------------------------------------------------------------------
+
+    def free_bytes(self) -> int:
+        if self.device.type == "cuda" and torch.cuda.is_available():
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return available_bytes() or 2**31
+
+    def thread(self) -> AbstractContextManager[None]:
+        return torch.inference_mode()
+
+    def n_threads(self) -> int:
+        return torch.get_num_threads()
+
+    def use_threads(self, n_threads: int) -> None:
+        if torch.get_num_threads() != n_threads:  # each thread has its own
+            torch.set_num_threads(n_threads)
+
+    @property
+    def costs_name(self) -> str:
+        return costs.name_of(self)
+
+    def assumed_costs(self) -> CostModel:
+        return costs.assumed(self)
+
+    def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
+        return costs.measure(self, fingerprint)
