@@ -174,10 +174,10 @@ class Engine:
         names: Sequence[str] = (),
         remedy: str = "ingest it again",
     ) -> None:
-        """Prepare for chunks that a retriever has found, and that the next prompt will contain.
+        """Prepare for chunks that a retriever has found, and that a prompt will contain.
 
         Prompts are searched for them first, even if they are not stored, and their caches are read
-        ahead. If the next prompt of this thread or task contains none of them, a warning is logged.
+        ahead. `found_in` tells which of them a prompt contains.
 
         on_miss: what to do now for a chunk without a cache: ``compute`` and store it, ``text``
             (nothing: the prompt computes its text) or ``error``. If the store cannot be written,
@@ -206,7 +206,7 @@ class Engine:
                     raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         self.store.begin_to_fetch([ref.key for ref in found], chunks.fingerprint)
         chunks.hot.warm(found, chunks.fingerprint)
-        self._reader.expect(found, for_next_prompt=True)
+        self._reader.expect(found)
 
     def expect(self, texts: Sequence[str]) -> None:
         """Search prompts for these chunks first, even if they are not stored.
@@ -394,8 +394,6 @@ class Engine:
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
-        if chunks is None:
-            self._reader.see_announced(found, must_hold=settings.on_miss == "error")
         return Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
             outage=self.chunks.outage, on_miss=settings.on_miss, since=since, generation=generation,
