@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
     from samkv_integrations.errors import SamkvError
     from samkv_integrations.methods import METHODS, Method
-    from samkv_integrations.report import Report, Total, collect_reports
+    from samkv_integrations.report import Report, Total
     from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction
+    from samkv_integrations.serving.listeners import AnswerEnded, collect_reports
     from samkv_integrations.serving.stream import Answer, AnswerStream
     from samkv_integrations.store.base import MemoryStore
     from samkv_integrations.store.disk import ChunkStore
@@ -18,6 +19,7 @@ __all__ = [
     "EVICTIONS",
     "METHODS",
     "Answer",
+    "AnswerEnded",
     "AnswerStream",
     "ChunkStore",
     "Engine",
@@ -37,8 +39,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from samkv_integrations import engine, errors, methods, report
     from samkv_integrations.runtimes.transformers import eviction
-    from samkv_integrations.serving import stream
+    from samkv_integrations.serving import listeners, stream
     from samkv_integrations.store import base, disk
 
-    homes = (disk, base, engine, report, stream, errors, eviction, methods)
+    homes = (disk, base, engine, report, listeners, stream, errors, eviction, methods)
     return next(getattr(module, name) for module in homes if hasattr(module, name))

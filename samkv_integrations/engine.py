@@ -30,9 +30,10 @@ from samkv_integrations.runtimes.transformers.passes.decode import force
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy, prefix_ids
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, SchemaReader
-from samkv_integrations.serving.scheduler import OWNER, Scheduler
+from samkv_integrations.serving.listeners import Audience, Listener, collect_answer, log_answer
+from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
-from samkv_integrations.serving.tracing import Trace
+from samkv_integrations.serving.tracing import trace_answer
 from samkv_integrations.store.base import MemoryStore, Store
 
 
@@ -45,6 +46,8 @@ class Engine:
         method, eviction, store_bits, ...: see `EngineOptions`.
         scheduler: runs the model, and may be shared by engines of the same model; None for a new
             one.
+
+    listeners: are called at the end of each answer, see `Listener`; add your own.
 
     Threads and tasks may share an engine. Their answers are decoded together, see `Scheduler`.
     """
@@ -86,6 +89,7 @@ class Engine:
         self.prefixes = KeptSequences[FirstEntries](prefix_budget(model, prefix_bytes))
         self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
+        self.listeners: list[Listener] = [log_answer, collect_answer, trace_answer]
         scheme = None if block_size == "auto" else BlockScheme(size=block_size)
         self.chunks = Chunks(
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
@@ -174,10 +178,10 @@ class Engine:
         names: Sequence[str] = (),
         remedy: str = "ingest it again",
     ) -> None:
-        """Prepare for chunks that a retriever has found, and that the next prompt will contain.
+        """Prepare for chunks that a retriever has found, and that a prompt will contain.
 
         Prompts are searched for them first, even if they are not stored, and their caches are read
-        ahead. If the next prompt of this thread or task contains none of them, a warning is logged.
+        ahead. `found_in` tells which of them a prompt contains.
 
         on_miss: what to do now for a chunk without a cache: ``compute`` and store it, ``text``
             (nothing: the prompt computes its text) or ``error``. If the store cannot be written,
@@ -206,7 +210,7 @@ class Engine:
                     raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         self.store.begin_to_fetch([ref.key for ref in found], chunks.fingerprint)
         chunks.hot.warm(found, chunks.fingerprint)
-        self._reader.expect(found, for_next_prompt=True)
+        self._reader.expect(found)
 
     def expect(self, texts: Sequence[str]) -> None:
         """Search prompts for these chunks first, even if they are not stored.
@@ -311,14 +315,18 @@ class Engine:
         self, prompt: Prompt, chunks: Sequence[str] | None = None, **options: Unpack[AnswerOptions]
     ) -> AnswerStream:
         """Like `stream`, for asynchronous code: read it with ``async for``."""
-        return await (await off_loop(self._ask, prompt, chunks, options)).astart()
+        owner = str(options.get("owner", ""))  # checked in `_ask`
+        return await (await off_loop(self._ask, prompt, chunks, options, owner=owner)).astart()
 
     def _ask(
         self, prompt: Prompt, chunks: Sequence[str] | None, options: AnswerOptions
     ) -> AnswerStream:
         """Read the prompt and decide on its settings, in the caller's thread."""
         began, settings = time.perf_counter(), AnswerSettings.of(**options)
-        trace = Trace(self.model.name, prompt, settings, began)
+        audience = Audience(
+            self.listeners, model=self.model.name, settings=settings, began=began,
+            is_chat=not isinstance(prompt, str | RenderedPrompt),
+        )  # fmt: skip
         resolved = None
         try:
             resolved = self._read(prompt, chunks, settings)
@@ -327,7 +335,7 @@ class Engine:
         except BaseException as error:
             if resolved is not None:
                 resolved.close()
-            trace.end(time.perf_counter(), error=error)
+            audience.tell(error=error)
             raise
         announced: dict[str, float] = {}  # seconds that `announce` took for chunks of the prompt
         for chunk in resolved.chunks:
@@ -336,7 +344,7 @@ class Engine:
             chunk.computed_now |= chunk.key in announced
         request.announce_s = sum(announced.values())
         request.asked = time.perf_counter()
-        return AnswerStream(self.scheduler, request, trace)
+        return AnswerStream(self.scheduler, request, audience)
 
     def logits(
         self,
@@ -394,8 +402,6 @@ class Engine:
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
-        if chunks is None:
-            self._reader.see_announced(found, must_hold=settings.on_miss == "error")
         return Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
             outage=self.chunks.outage, on_miss=settings.on_miss, since=since, generation=generation,
@@ -415,7 +421,8 @@ class Engine:
         rule, end_ids = get_eviction(given), self.model.end_ids(settings.stop_ids)
         if schema is not None:
             until = None if settings.timeout is None else began + settings.timeout
-            form = JsonConstraint(self.model, schema, end_ids, self._schemas, OWNER.get(), until)
+            owner = settings.owner
+            form = JsonConstraint(self.model, schema, end_ids, self._schemas, owner, until)
         return Request(
             chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
             settings=settings, end_ids=end_ids, form=form, began=began,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -213,28 +211,3 @@ class Reports(list[Report]):
     def total(self) -> Total:
         """The total of the reports so far."""
         return Total.of(self)
-
-
-COLLECTORS: ContextVar[tuple[Reports, ...]] = ContextVar("samkv_reports", default=())
-"""The `collect_reports` blocks that an answer which begins here reports to."""
-
-
-@contextmanager
-def collect_reports() -> Iterator[Reports]:
-    """Collects the report of every answer that begins in the block, of any engine.
-
-        with collect_reports() as reports:
-            response = query_engine.query("Who?")
-        cost = reports.total  # .found, .reused, .ttft_s, ...
-
-    An answer reports when it ends or is closed, to each of nested blocks. Read streamed answers
-    inside the block. What LangChain and LlamaIndex call in tasks and threads is covered; run a
-    thread of your own with ``contextvars.copy_context().run``.
-    """
-    reports = Reports()
-    COLLECTORS.set((*COLLECTORS.get(), reports))
-    try:
-        yield reports
-    finally:
-        # not with the token of `set`: an asynchronous generator may leave in another context
-        COLLECTORS.set(tuple(each for each in COLLECTORS.get() if each is not reports))

@@ -216,7 +216,7 @@ class Chunks:
         scheme: BlockScheme | None,
         store_bits: int,
         hot_bytes: int | str | None,
-        run: Callable[[Callable[[], Any]], Any],
+        run: Callable[..., Any],
         on_change: Callable[[], None],
     ) -> None:
         EntryFormat(
@@ -414,6 +414,7 @@ class Chunks:
         *,
         on_written: Callable[[int], object] = lambda n_tokens: None,
         since: int | None = None,
+        owner: str = "",
     ) -> None:
         """Compute the ``missed`` chunks, several a pass, and store their caches.
 
@@ -421,6 +422,7 @@ class Chunks:
 
         on_written: called with a chunk's number of tokens, after its cache is stored.
         since: store none if something was deleted since, see `deletions`; None to store all.
+        owner: who asks, see `Scheduler`.
 
         The ``cached`` ones count as just used; one whose file is gone is computed, too.
 
@@ -449,7 +451,7 @@ class Chunks:
                         on_written(self.keep(None, replace(cache, text=ref.text)))
                         del missed[key]
                 pending = list(missed.values())
-                for _, caches in self._passes(pending, fingerprint, is_same_model, failures):
+                for _, caches in self._passes(pending, fingerprint, is_same_model, failures, owner):
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, and what it was "
@@ -471,7 +473,7 @@ class Chunks:
 
     def _passes(
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint,
-        is_same_model: Callable[[], bool], failures: list[str],
+        is_same_model: Callable[[], bool], failures: list[str], owner: str = "",
     ) -> Iterator[tuple[list[ChunkRef], PrefilledChunks]]:  # fmt: skip
         """Compute chunks in the model's thread, several a pass; each pass is yielded.
 
@@ -479,12 +481,13 @@ class Chunks:
         """
         if not chunks:
             return
-        before = self._run(partial(self._entries_before, fingerprint, is_same_model))
+        run = partial(self._run, owner=owner)
+        before = run(partial(self._entries_before, fingerprint, is_same_model))
         pending = batches(chunks, self.model.device)
         while pending:
             batch = pending.pop(0)
             try:
-                caches = self._run(partial(prefill, self.model, batch, fingerprint, before))
+                caches = run(partial(prefill, self.model, batch, fingerprint, before))
             except InvalidChunk as error:
                 if len(batch) == 1:
                     failures.append(f"the chunk {batch[0].text[:60]!r}: {error}")

@@ -50,6 +50,7 @@ class AnswerSettings:
     stop_ids: Collection[int] = ()
     json_schema: Mapping[str, Any] | None = None
     timeout: float | None = None
+    owner: str = ""
     on_miss: OnMiss = "compute"
     draft: int = 7
 

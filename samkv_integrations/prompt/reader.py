@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
 from samkv_integrations.chunks.chunk import ChunkRef, Fingerprint
-from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong, StoreError
+from samkv_integrations.errors import InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt
@@ -30,15 +28,6 @@ they are text."""
 
 MAX_EXPECTED = 4096
 """Announced chunks that are remembered; the oldest ones go first."""
-
-_log = logging.getLogger(__name__)
-
-
-# The reader, and the texts of which its next prompt is to contain some; that prompt empties the
-# list. By context, not by thread: a pool uses one thread for many requests.
-_FOR_NEXT: ContextVar[tuple[PromptReader, list[str]] | None] = ContextVar(
-    "samkv_for_next_prompt", default=None
-)
 
 
 class PromptReader:
@@ -56,7 +45,6 @@ class PromptReader:
         self._secret = secrets.token_bytes(32)
         self._expected = MemoryIndex(self._secret)  # announced chunks, by text
         self._order: OrderedDict[str, str] = OrderedDict()  # text -> key, oldest first
-        self._has_warned = False
 
     def render(self, prompt: Prompt, *, most: int | None = None) -> RenderedPrompt:
         """The prompt as one string.
@@ -249,11 +237,8 @@ class PromptReader:
 
     # -- announced chunks -----------------------------------------------------------------------
 
-    def expect(self, chunks: Sequence[ChunkRef], *, for_next_prompt: bool = False) -> None:
-        """Find these chunks in prompts, stored or not; the latest `MAX_EXPECTED` are remembered.
-
-        for_next_prompt: whether the next prompt of this context should contain one of them.
-        """
+    def expect(self, chunks: Sequence[ChunkRef]) -> None:
+        """Find these chunks in prompts, stored or not; the latest `MAX_EXPECTED` are remembered."""
         long = {chunk.text: chunk for chunk in chunks if len(chunk.token_ids) >= MIN_RUN}
         with self._lock:
             for body, chunk in long.items():
@@ -262,37 +247,6 @@ class PromptReader:
                 self._order.move_to_end(body)
             while len(self._order) > MAX_EXPECTED:
                 self._expected.remove(self._order.popitem(last=False)[0])
-        if for_next_prompt and long:
-            _FOR_NEXT.set((self, list(long)))
-
-    def see_announced(self, chunks: Sequence[PromptChunk], *, must_hold: bool) -> None:
-        """Warn once if a prompt contains none of the chunks that were announced for it.
-
-        must_hold: raise ChunkNotCached instead.
-        """
-        of, announced = _FOR_NEXT.get() or (None, [])
-        if of is not self or not announced:
-            return
-        bodies = list(announced)
-        announced.clear()
-        if not set(bodies).isdisjoint(chunk.text for chunk in chunks):
-            return
-        remedy = (
-            "let the prompt hold the text as it was stored, or the chunk's handle (a mode of "
-            "SamKVPostprocessor and of SamKVDocumentCompressor)"
-        )
-        if must_hold:
-            raise ChunkNotCached(
-                f"chunk {shorten(bodies[0])!r} was retrieved, but the prompt holds no {MIN_RUN} "
-                f"tokens in a row of any retrieved chunk; {remedy}, or use on_miss='text'"
-            )
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%d chunks were retrieved, but the prompt holds no %d tokens in a row of any of "
-                "them, so none of their caches is used; %s. This is said once",
-                len(bodies), MIN_RUN, remedy,
-            )  # fmt: skip
 
     def forget(self, texts: Sequence[str] = (), keys: Collection[str] = ()) -> None:
         """Remove announced chunks by text or by key, and the handles of these texts."""

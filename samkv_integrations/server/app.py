@@ -30,7 +30,6 @@ from samkv_integrations.server.bodies import ErrorBody
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import Metrics, Service, Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
-from samkv_integrations.serving.scheduler import OWNER
 from samkv_integrations.serving.tracing import below_caller
 
 PAGE = Path(__file__).with_name("page.html")
@@ -226,8 +225,7 @@ class Guard:
             await send(message)
 
         try:
-            state["tenant"] = tenant = self._tenant_of(scope["path"], headers)
-            OWNER.set(tenant.owner if tenant else "")
+            state["tenant"] = self._tenant_of(scope["path"], headers)
             if (length := headers.get("content-length", "")).isdecimal():
                 self._require_size(int(length))
             with below_caller(headers):

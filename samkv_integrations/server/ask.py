@@ -121,7 +121,7 @@ def router(service: Service) -> APIRouter:
             return link.engine, _Writer(model_name, link.engine, sources)
 
         try:
-            engine, writer = await off_loop(retrieve)
+            engine, writer = await off_loop(retrieve, owner=tenant.owner)
         except InvalidOption as error:
             if error.__cause__ is None:
                 raise

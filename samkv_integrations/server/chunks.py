@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +18,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption, Overloaded
 from samkv_integrations.server.bodies import Body
 from samkv_integrations.server.service import BoundedRoute, Service
-from samkv_integrations.serving.scheduler import OWNER
+from samkv_integrations.server.tenancy import Tenant
 from samkv_integrations.serving.stream import off_loop
 
 MAX_TEXTS = 1024
@@ -94,9 +95,8 @@ def router(service: Service) -> APIRouter:
     places = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
     n_waiting = Counter[str]()
 
-    async def in_turn(work: Callable[..., _Made], *given: Any) -> _Made:
+    async def in_turn(owner: str, work: Callable[[], _Made]) -> _Made:
         """The result of ``work`` in a thread, which ends even if the client disconnects."""
-        owner = OWNER.get()
         if places[owner].locked() and n_waiting[owner] >= MOST_WAITING:
             raise Overloaded(
                 f"{MOST_WAITING} requests wait already to cache or delete chunks; ask again later"
@@ -107,7 +107,7 @@ def router(service: Service) -> APIRouter:
         finally:
             n_waiting[owner] -= 1
         try:
-            return await off_loop(work, *given)
+            return await off_loop(work, owner=owner)
         finally:
             places[owner].release()
 
@@ -118,8 +118,10 @@ def router(service: Service) -> APIRouter:
         Valid caches stay as they are. A text that can have no cache is an error, and then none is
         cached.
         """
-        engine = await service.engine(request.state.tenant)
-        return CachedChunks(data=await in_turn(_cache, service, engine, body.texts))
+        tenant: Tenant = request.state.tenant
+        engine = await service.engine(tenant)
+        work = partial(_cache, service, engine, body.texts, tenant.owner)
+        return CachedChunks(data=await in_turn(tenant.owner, work))
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
@@ -127,19 +129,22 @@ def router(service: Service) -> APIRouter:
 
         Records of collections stay: a question that retrieves such a text caches it again.
         """
-        engine = await service.engine(request.state.tenant)
-        return Deleted(deleted=await in_turn(engine.forget, body.texts))
+        tenant: Tenant = request.state.tenant
+        engine = await service.engine(tenant)
+        work = partial(engine.forget, body.texts)
+        return Deleted(deleted=await in_turn(tenant.owner, work))
 
     @routes.get("/chunks")
     async def stats(request: Request) -> StoreFigures:
         """The caches of the key's namespace."""
-        engine = await service.engine(request.state.tenant)
-        return await off_loop(_figures, engine, service.settings.model_name)
+        tenant: Tenant = request.state.tenant
+        engine, model_name = await service.engine(tenant), service.settings.model_name
+        return await off_loop(_figures, engine, model_name, owner=tenant.owner)
 
     return routes
 
 
-def _cache(service: Service, engine: Engine, texts: Sequence[str]) -> list[CachedChunk]:
+def _cache(service: Service, engine: Engine, texts: Sequence[str], owner: str) -> list[CachedChunk]:
     """Cache the texts. Raises Failure for the first one that can have no cache."""
     chunks, refs = engine.chunks, list[ChunkRef]()
     for place, text in enumerate(texts):
@@ -151,7 +156,7 @@ def _cache(service: Service, engine: Engine, texts: Sequence[str]) -> list[Cache
             failure.message = f"{failure.param}: {failure.message}; no text was cached"
             raise failure from error
     found = chunks.look_up(chunks.agree(refs))
-    chunks.compute(found)
+    chunks.compute(found, owner=owner)
     return [
         CachedChunk(
             key=ref.key, tokens=len(ref.token_ids), bytes=chunks.n_bytes([ref]),

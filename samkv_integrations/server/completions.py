@@ -66,7 +66,9 @@ def router(service: Service) -> APIRouter:
         engine = await service.engine(request.state.tenant)
         options, use = body.options, None
         if "tools" in options:
-            prompt, use = await off_loop(with_tools, engine.model, prompt, options)
+            prompt, use = await off_loop(
+                with_tools, engine.model, prompt, options, owner=request.state.tenant.owner
+            )
         return await service.respond(
             request, engine, prompt, cast(AnswerOptions, options), writer(body, use),
             most_tokens=body.most_tokens, is_streamed=body.stream,

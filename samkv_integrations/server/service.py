@@ -1,4 +1,4 @@
-"""How every route answers: begin an answer, write it as a body or as events, count it."""
+"""How every route answers: begin an answer, write it as a body or as events."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from starlette.types import Receive, Scope, Send
 from samkv_integrations.engine import Engine
 from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.report import Report
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.tenancy import Tenancy, Tenant
+from samkv_integrations.serving.listeners import AnswerEnded
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
@@ -99,8 +99,10 @@ class Metrics:
         """Count a request that has ended. path: the route with the names of its parameters."""
         self._requests.labels(path, str(status)).inc()
 
-    def count_answer(self, report: Report) -> None:
-        """Count an answer that has ended, complete or not."""
+    def count_answer(self, ended: AnswerEnded) -> None:
+        """Count an answer that has ended, complete or not, if it had a first token."""
+        if (report := ended.report) is None:
+            return
         for source, n_tokens in (
             ("chunks", report.cached_tokens - report.prefix_tokens),
             ("prefix", report.prefix_tokens),
@@ -167,6 +169,7 @@ class Service:
     def __init__(self, tenancy: Tenancy, settings: Settings) -> None:
         self.tenancy, self.settings = tenancy, settings
         self.metrics = Metrics(tenancy.scheduler)
+        tenancy.listen(self.metrics.count_answer)
         self.since = int(time.time())
 
     def failure(self, error: Exception) -> Failure:
@@ -184,7 +187,7 @@ class Service:
 
     async def engine(self, tenant: Tenant) -> Engine:
         """The engine of a tenant. Raises StoreError if its folder cannot be used."""
-        return await off_loop(self.tenancy.engine, tenant)
+        return await off_loop(self.tenancy.engine, tenant, owner=tenant.owner)
 
     async def respond(
         self,
@@ -203,6 +206,7 @@ class Service:
         prompt, chunks, options, errors: see `Engine.stream`. most_tokens: None for the server's
         limit, or less if the context window is smaller.
         """
+        owner: str = request.state.tenant.owner
         if self.settings.logs_prompts:
             _log.info("prompt: %r", prompt)
 
@@ -210,20 +214,17 @@ class Service:
             most = most_tokens
             if most is None:
                 window = engine.model.context_window
-                n_tokens = await off_loop(engine.count_tokens, prompt, most=window)
+                count = partial(engine.count_tokens, prompt, most=window)
+                n_tokens = await off_loop(count, owner=owner)
                 most = max(1, min(self.settings.most_tokens, window - n_tokens))
             ends = [options.get("timeout"), self.settings.timeout_s]
             timeout = min((each for each in ends if each is not None), default=None)
-            given = options | {"max_new_tokens": most, "timeout": timeout}
+            given = options | {"max_new_tokens": most, "timeout": timeout, "owner": owner}
             return await engine.astream(prompt, chunks, **given)
 
         async def whole() -> Answer:
-            stream = await begin()
-            try:
-                async with stream:
-                    return Answer.of("".join([piece async for piece in stream]), stream)
-            finally:
-                self.metrics.count_answer(stream.report)
+            async with await begin() as stream:
+                return Answer.of("".join([piece async for piece in stream]), stream)
 
         if not is_streamed:
             return JSONResponse(writer.body(await unless_gone(request.receive, whole())))
@@ -242,8 +243,6 @@ class Service:
         except Exception as error:
             request.state.failure = failure = self.failure(error)
             yield _event(failure.body)
-        finally:
-            self.metrics.count_answer(stream.report)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Made]) -> _Made:

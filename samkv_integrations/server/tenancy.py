@@ -16,6 +16,7 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.options import EngineOptions
+from samkv_integrations.serving.listeners import Listener
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.store.disk import ChunkStore
 
@@ -123,6 +124,7 @@ class Tenancy:
         self._folder, self._remote, self._options = folder, remote, options
         self._database = database or Database(folder / "chroma")
         self._engines: dict[str, Engine] = {}
+        self._listeners: list[Listener] = []
         self._opening = threading.Lock()
 
     def engine(self, tenant: Tenant) -> Engine:
@@ -138,8 +140,16 @@ class Tenancy:
                 engine = Engine(
                     self.scheduler.model, store, scheduler=self.scheduler, **self._options
                 )
+                engine.listeners += self._listeners
                 self._engines[tenant.namespace] = engine
             return engine
+
+    def listen(self, listener: Listener) -> None:
+        """Call it at the end of each answer of all engines, those that are opened later too."""
+        with self._opening:
+            self._listeners.append(listener)
+            for engine in self._engines.values():
+                engine.listeners.append(listener)
 
     def link(self, tenant: Tenant, collection: str) -> ChromaLink:
         """A collection that the tenant may ask, and its caches.

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
@@ -37,9 +36,6 @@ from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.serving.static_step import Graphs
 
 _Made = TypeVar("_Made")
-
-OWNER: ContextVar[str] = ContextVar("samkv_owner", default="")
-"""Who asks, for example an API key of a server. Owners share the model's time equally."""
 
 AHEAD = 32
 """Pieces that an answer may be ahead of its reader; then it is paused."""
@@ -124,18 +120,18 @@ class RunningAnswer:
 
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
-    owner: who asks, see `OWNER`. n_computed: tokens that the first token's pass computes, about.
-    pieces: for the reader; the first one is empty and comes with the first token.
-    is_complete: the last piece has been put. is_abandoned: set by a reader that has left. decoder,
-    sampler: for the tokens after the first; None before it and at the end. lookup: drafts tokens;
-    None if nothing is drafted. token: the next input of the model.
+    owner: who asks. n_computed: tokens that the first token's pass computes, about. pieces: for the
+    reader; the first one is empty and comes with the first token. is_complete: the last piece has
+    been put. is_abandoned: set by a reader that has left. decoder, sampler: for the tokens after
+    the first; None before it and at the end. lookup: drafts tokens; None if nothing is drafted.
+    token: the next input of the model.
     """
 
     _report: Report  # of the first token
     _kept: KeptSequence[FirstEntries] | None = None  # the prompt, in memory
 
     def __init__(self, request: Request) -> None:
-        self.request, self.owner = request, OWNER.get()
+        self.request, self.owner = request, request.settings.owner
         n_prompt = len(request.resolved.token_ids)
         cached = [one.n_tokens for one in request.resolved.chunks if one.stored is not None]
         share = request.method.recompute.most_ratio(sum(cached), len(cached))
@@ -342,10 +338,10 @@ class Scheduler:
     answer, or a call of `run`, after which the running answers of the same owner get as much time.
     On a CPU steps go on between the layers of its passes. A first token comes there, too, if its
     owner has used less time, and it computes half as many tokens as the pass at most. Several
-    owners (see `OWNER`) share the time equally: none begins an answer beyond half of the places of
-    a batch, and an owner that has more answers than places alternates between them. Answers of one
-    owner begin in the order in which they came. An answer whose reader is `AHEAD` pieces behind is
-    paused, and its place goes to another one.
+    owners, such as API keys, share the time equally: none begins an answer beyond half of the
+    places of a batch, and an owner that has more answers than places alternates between them.
+    Answers of one owner begin in the order in which they came. An answer whose reader is `AHEAD`
+    pieces behind is paused, and its place goes to another one.
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
@@ -410,9 +406,10 @@ class Scheduler:
         if self._thread is not None:
             self._thread.mail.put(None)
 
-    def run(self, work: Callable[[], _Made], *, may_pause: bool = False) -> _Made:
+    def run(self, work: Callable[[], _Made], *, owner: str = "", may_pause: bool = False) -> _Made:
         """Run ``work`` in the model's thread, without gradients; returns or raises what it does.
 
+        owner: whose model time it takes.
         may_pause: whether other answers go on between the layers of its passes, on a CPU.
         """
         thread = self._running_thread()
@@ -431,7 +428,7 @@ class Scheduler:
             except BaseException as error:
                 done.set_exception(error)
 
-        thread.mail.put(_Work(owner=OWNER.get(), call=call))
+        thread.mail.put(_Work(owner=owner, call=call))
         try:
             return done.result()
         finally:

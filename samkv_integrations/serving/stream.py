@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
 import contextvars
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple, Unpack
 
 from samkv_integrations.errors import TimedOut
 from samkv_integrations.plan.request import Request
-from samkv_integrations.report import COLLECTORS, Report
+from samkv_integrations.report import Report
+from samkv_integrations.serving.listeners import Audience
 from samkv_integrations.serving.scheduler import (
     AHEAD,
-    OWNER,
     FinishReason,
     NothingCame,
     Piece,
     RunningAnswer,
     Scheduler,
 )
-from samkv_integrations.serving.tracing import Trace
 
-_log = logging.getLogger(__name__)
-
-_Given = ParamSpec("_Given")
+_Given = TypeVarTuple("_Given")
 _Made = TypeVar("_Made")
 
 
@@ -54,18 +48,17 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     """Iterator over the pieces of one answer; ``report`` is complete once it is exhausted.
 
     For ``for`` and ``async for``, with one reader at a time. The answer is computed ahead of its
-    reader, see `AHEAD`; the report covers what was read. Closing the stream, leaving its ``with``
-    block, or dropping it ends the answer and frees the working cache. When the stream ends, its
-    report goes to the `collect_reports` blocks that it began in, and a line of figures to the log,
-    at INFO. After the request's timeout the next piece raises TimedOut.
+    reader, see `AHEAD`; the report covers what was read. Reading to the end, closing the stream or
+    leaving its ``with`` block ends the answer, frees the working cache, and calls the engine's
+    `Listener` functions. Dropping it frees the working cache only. After the request's timeout the
+    next piece raises TimedOut.
     """
 
-    def __init__(self, scheduler: Scheduler, request: Request, trace: Trace) -> None:
-        self._scheduler, self._request, self._trace = scheduler, request, trace
+    def __init__(self, scheduler: Scheduler, request: Request, audience: Audience) -> None:
+        self._scheduler, self._request, self._audience = scheduler, request, audience
         self._answer = RunningAnswer(request)
         self._last: Piece | None = None
         self._is_submitted = self._is_over = False
-        self._collectors = COLLECTORS.get()
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -86,7 +79,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             self._scheduler.submit(self._answer)
             self._is_submitted = True
             self._take(await self._answer.pieces.anext(self._left()))
-            await off_loop(self._record)  # a disk may be slow
+            await off_loop(self._record, owner=self._answer.owner)  # a disk may be slow
         except BaseException as error:
             self._fail(error)
         return self
@@ -168,10 +161,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
 
     def __del__(self) -> None:
         if not self._is_over:
-            self._abandon()
-            # in a new thread: this one may hold a lock that telling collectors or tracing takes
-            with suppress(RuntimeError):  # the interpreter is shutting down
-                _thread.start_new_thread(self._end, ())
+            self._abandon()  # and no more: any lock may be held where an object is collected
 
     def _abandon(self) -> None:
         if self._is_submitted:
@@ -181,15 +171,10 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             self._answer.release()
 
     def _end(self, error: BaseException | None = None) -> None:
-        self._is_over, now = True, time.perf_counter()
-        report = None if self._last is None else self.report  # None before the first token
-        if report is not None:
-            _log.info("answered: %s", report.line, extra={"samkv": report})
-            for reports in self._collectors:
-                reports.append(report)
-        self._trace.end(
-            now, stages=self._request.stages, report=report, finish_reason=self.finish_reason,
-            error=error,
+        self._is_over = True
+        self._audience.tell(
+            None if self._last is None else self.report, stages=self._request.stages,
+            finish_reason=self.finish_reason, error=error,
         )  # fmt: skip
 
     # -- figures ----------------------------------------------------------------------------
@@ -217,13 +202,14 @@ def _threads(pid: int, owner: str) -> ThreadPoolExecutor:
 
 
 async def off_loop(
-    work: Callable[_Given, _Made], *args: _Given.args, **kwargs: _Given.kwargs
+    work: Callable[[Unpack[_Given]], _Made], *args: *_Given, owner: str = ""
 ) -> _Made:
-    """Run ``work`` in a thread that sees the caller's context variables; returns its result."""
-    call = partial(contextvars.copy_context().run, work, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(
-        _threads(os.getpid(), OWNER.get()), call
-    )
+    """Run ``work`` in a thread that sees the caller's context variables; returns its result.
+
+    owner: who asks. Each has threads of its own.
+    """
+    call = partial(contextvars.copy_context().run, work, *args)
+    return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid(), owner), call)
 
 
 def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Made]]:
@@ -234,7 +220,7 @@ def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Mad
 
     @wraps(method)
     async def asynchronous(self: object, *args: Any, **kwargs: Any) -> _Made:
-        made: _Made = await off_loop(getattr(self, method.__name__), *args, **kwargs)
-        return made
+        call: Callable[[], _Made] = partial(getattr(self, method.__name__), *args, **kwargs)
+        return await off_loop(call)
 
     return asynchronous

@@ -16,10 +16,8 @@ from functools import cache
 from typing import Any
 
 from samkv_integrations.cli import formatting
-from samkv_integrations.plan.request import AnswerSettings
-from samkv_integrations.prompt.quoting import RenderedPrompt
-from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report, Stage
+from samkv_integrations.serving.listeners import AnswerEnded
 
 SCOPE = "samkv_integrations"
 """The instrumentation scope of all spans and metrics."""
@@ -118,98 +116,97 @@ def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
         telemetry.context.detach(token)
 
 
-class Trace:
-    """The span and metrics of one answer; the caller's span is the parent. No-op without the API.
+def trace_answer(ended: AnswerEnded) -> None:
+    """Send an answer as a span with its stages, and in metrics; nothing without the API.
 
-    began: when the answer was asked for, by `time.perf_counter`.
+    The current span, that of whoever asked, is the parent.
     """
+    if (telemetry := _listening()) is None:
+        return
+    caller, report = telemetry.context.get_current(), ended.report
+    operation = "chat" if ended.is_chat else "text_completion"
+    labels: Attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": NAME,
+        "gen_ai.request.model": ended.model,
+    }
+    # a caller who leaves is no failure
+    has_failed = ended.error is not None and not isinstance(
+        ended.error, asyncio.CancelledError | GeneratorExit
+    )
+    if has_failed:
+        labels["error.type"] = type(ended.error).__qualname__
+    epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
 
-    def __init__(self, model: str, prompt: Prompt, settings: AnswerSettings, began: float) -> None:
-        self._telemetry, self._began = _listening(), began
-        if self._telemetry is None:
-            return
-        self._caller = self._telemetry.context.get_current()
-        is_text = isinstance(prompt, str | RenderedPrompt)
-        operation, values = "text_completion" if is_text else "chat", settings.sampling.values
-        self._name = f"{operation} {model}"
-        self._labels: Attributes = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": NAME,
-            "gen_ai.request.model": model,
-        }
-        self._options: Attributes = {
-            "gen_ai.request.max_tokens": values["max_new_tokens"],
-            "gen_ai.output.type": "text" if settings.json_schema is None else "json",
-        }
-        of_sampling = () if settings.sampling.is_greedy else ("top_k", "top_p")
-        for name in ("temperature", "seed", *of_sampling):
-            if values[name] is not None:
-                self._options[f"gen_ai.request.{name}"] = values[name]
+    def ns(seconds: float) -> int:
+        return epoch_ns + int(seconds * 1e9)
 
-    def end(
-        self,
-        at: float,
-        *,
-        stages: Sequence[Stage] = (),
-        report: Report | None = None,
-        finish_reason: str | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        """Send the answer; from any thread. stages, report: none without a first token."""
-        telemetry = self._telemetry
-        if telemetry is None:
-            return
-        labels, found = dict(self._labels), dict(self._options)
-        if finish_reason is not None:
-            found["gen_ai.response.finish_reasons"] = [finish_reason]
-        # a caller who leaves is no failure
-        has_failed = error is not None and not isinstance(
-            error, asyncio.CancelledError | GeneratorExit
+    span = telemetry.tracer.start_span(
+        f"{operation} {ended.model}", caller, start_time=ns(ended.began),
+        attributes=labels | _options_of(ended) | ({} if report is None else _figures_of(report)),
+    )  # fmt: skip
+    if has_failed:
+        span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
+    below = telemetry.api.set_span_in_context(span, caller)
+    for stage in _stages_of(ended) if span.is_recording() else ():
+        telemetry.tracer.start_span(f"samkv.{stage.name}", below, start_time=ns(stage.began)).end(
+            end_time=ns(stage.ended)
         )
-        if has_failed:
-            labels["error.type"] = type(error).__qualname__
-        ran: list[Stage] = []
-        told: list[tuple[str, float, Attributes]] = [
-            ("gen_ai.client.operation.duration", at - self._began, {})
-        ]
-        if report is not None:
-            ran = [*stages, Stage(name="decode", began=stages[-1].ended, ended=at)]
-            cached, prefix = report.cached_tokens, report.prefix_tokens
-            missed = sum(report.chunk_misses.values())
-            for name, figure in _FIGURES.items():
-                found[name] = getattr(report, figure)
-            found["samkv.chunk.misses"] = missed
-            if report.eviction is not None:
-                found["samkv.eviction"] = report.eviction
-            if report.chunk_misses:
-                found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
-            usage, sources = "gen_ai.client.token.usage", "samkv.prompt.tokens"
-            told += [
-                ("gen_ai.client.operation.time_to_first_chunk", report.ttft_s, {}),
-                ("samkv.wait", report.wait_s, {}),
-                ("samkv.bytes_read", report.bytes_read, {}),
-                (usage, report.prompt_tokens, {"gen_ai.token.type": "input"}),
-                (usage, report.completion_tokens, {"gen_ai.token.type": "output"}),
-                (sources, max(0, cached - prefix), {"samkv.source": "chunks"}),
-                (sources, prefix, {"samkv.source": "prefix"}),
-                (sources, report.prompt_tokens - cached, {"samkv.source": "computed"}),
-                ("samkv.chunks", report.reused, {"samkv.outcome": "reused"}),
-                ("samkv.chunks", report.prefix_chunks, {"samkv.outcome": "prefix"}),
-                ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
-                ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
-            ]
-        epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
-        span = telemetry.tracer.start_span(
-            self._name, self._caller, attributes=labels | found,
-            start_time=epoch_ns + int(self._began * 1e9),
-        )  # fmt: skip
-        if has_failed:
-            span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
-        below = telemetry.api.set_span_in_context(span, self._caller)
-        for stage in ran if span.is_recording() else ():
-            telemetry.tracer.start_span(
-                f"samkv.{stage.name}", below, start_time=epoch_ns + int(stage.began * 1e9)
-            ).end(end_time=epoch_ns + int(stage.ended * 1e9))
-        for name, value, more in told:
-            telemetry.tell[name](value, labels | more, below)
-        span.end(end_time=epoch_ns + int(at * 1e9))
+    telemetry.tell["gen_ai.client.operation.duration"](ended.ended - ended.began, labels, below)
+    for name, value, more in () if report is None else _points_of(report):
+        telemetry.tell[name](value, labels | more, below)
+    span.end(end_time=ns(ended.ended))
+
+
+def _options_of(ended: AnswerEnded) -> Attributes:
+    """What was asked for, and how the answer ended."""
+    sampling, found = ended.settings.sampling, Attributes()
+    found["gen_ai.request.max_tokens"] = sampling.values["max_new_tokens"]
+    found["gen_ai.output.type"] = "text" if ended.settings.json_schema is None else "json"
+    of_sampling = () if sampling.is_greedy else ("top_k", "top_p")
+    for name in ("temperature", "seed", *of_sampling):
+        if sampling.values[name] is not None:
+            found[f"gen_ai.request.{name}"] = sampling.values[name]
+    if ended.finish_reason is not None:
+        found["gen_ai.response.finish_reasons"] = [ended.finish_reason]
+    return found
+
+
+def _figures_of(report: Report) -> Attributes:
+    """The report, as attributes of a span."""
+    found: Attributes = {name: getattr(report, figure) for name, figure in _FIGURES.items()}
+    found["samkv.chunk.misses"] = sum(report.chunk_misses.values())
+    if report.eviction is not None:
+        found["samkv.eviction"] = report.eviction
+    if report.chunk_misses:
+        found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
+    return found
+
+
+def _stages_of(ended: AnswerEnded) -> list[Stage]:
+    """The stages of an answer that has a first token, with that of all later tokens."""
+    if ended.report is None:
+        return []
+    decode = Stage(name="decode", began=ended.stages[-1].ended, ended=ended.ended)
+    return [*ended.stages, decode]
+
+
+def _points_of(report: Report) -> list[tuple[str, float, Attributes]]:
+    """Name, value and labels of the metrics that a report adds to."""
+    cached, prefix = report.cached_tokens, report.prefix_tokens
+    missed = sum(report.chunk_misses.values())
+    usage, sources = "gen_ai.client.token.usage", "samkv.prompt.tokens"
+    return [
+        ("gen_ai.client.operation.time_to_first_chunk", report.ttft_s, {}),
+        ("samkv.wait", report.wait_s, {}),
+        ("samkv.bytes_read", report.bytes_read, {}),
+        (usage, report.prompt_tokens, {"gen_ai.token.type": "input"}),
+        (usage, report.completion_tokens, {"gen_ai.token.type": "output"}),
+        (sources, max(0, cached - prefix), {"samkv.source": "chunks"}),
+        (sources, prefix, {"samkv.source": "prefix"}),
+        (sources, report.prompt_tokens - cached, {"samkv.source": "computed"}),
+        ("samkv.chunks", report.reused, {"samkv.outcome": "reused"}),
+        ("samkv.chunks", report.prefix_chunks, {"samkv.outcome": "prefix"}),
+        ("samkv.chunks", report.computed_now, {"samkv.outcome": "computed_now"}),
+        ("samkv.chunks", missed, {"samkv.outcome": "missed"}),
+    ]

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, Sampler
 from samkv_integrations.serving import scheduler as scheduler_module
-from samkv_integrations.serving.scheduler import AHEAD, OWNER, Limits, Scheduler
+from samkv_integrations.serving.scheduler import AHEAD, Limits, Scheduler
 from samkv_integrations.serving.stream import AnswerStream, off_loop
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model
@@ -231,9 +230,7 @@ def test_work_and_answers_take_turns(engine: Engine) -> None:
 
 def as_owner(owner: str, threads: ThreadPoolExecutor, *call: Any, **options: Any) -> Future[Any]:
     """A call in a thread, whose work is that of ``owner``."""
-    context = copy_context()
-    context.run(OWNER.set, owner)
-    return threads.submit(context.run, *call, **options)
+    return threads.submit(*call, owner=owner, **options)
 
 
 def test_who_asks_for_little_does_not_wait_behind_all_that_another_asks_for(
@@ -463,9 +460,7 @@ class _EarlyLoop(asyncio.SelectorEventLoop):
 
 async def test_threads_of_many_owners_end() -> None:
     for n in range(40):
-        context = copy_context()
-        context.run(OWNER.set, f"owner {n}")
-        await asyncio.create_task(off_loop(time.sleep, 0), context=context)
+        await off_loop(time.sleep, 0, owner=f"owner {n}")
 
     def n_threads() -> int:
         return sum(each.name.startswith("samkv-off-loop") for each in threading.enumerate())

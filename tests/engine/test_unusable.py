@@ -1,4 +1,4 @@
-"""Caches that an engine cannot use, and prompts that hold nothing announced: one warning each."""
+"""Caches that an engine cannot use: one warning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.errors import ChunkNotCached
 from tests.support.models import tiny_model
 
 TEXT = "The mill of Orvik was built in 1871 by two brothers."
@@ -60,25 +59,3 @@ def test_nothing_is_said_where_all_is_well(
     for empty in (ChunkStore(tmp_path / "empty"), ChunkStore(tmp_path / "kv", namespace="new")):
         Engine(tiny_model("llama"), empty).generate("Nothing of it in here.", max_new_tokens=1)
     assert said(caplog) == []
-
-
-class TestAnnounced:
-    @pytest.fixture
-    def engine(self) -> Engine:
-        engine = Engine(tiny_model("llama"))
-        engine.cache_chunks([TEXT])
-        return engine
-
-    def test_a_prompt_that_holds_none_of_them(
-        self, engine: Engine, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        for _ in range(2):
-            engine.announce([TEXT])
-            engine.generate(f"Read: {TEXT[:12].upper()}", max_new_tokens=1)
-        (message,) = said(caplog)
-        assert "1 chunks were retrieved" in message and TEXT[:8] not in message
-
-    def test_it_is_an_error_if_misses_are(self, engine: Engine) -> None:
-        engine.announce([TEXT])
-        with pytest.raises(ChunkNotCached, match="no 16 tokens in a row of any retrieved chunk"):
-            engine.generate("Something else.", max_new_tokens=1, on_miss="error")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.engine import Engine
+from samkv_integrations.server.app import create_app
+from samkv_integrations.server.service import Settings
 from tests.server.conftest import KEYS, App
 from tests.support.asgi import Client
 from tests.support.served import PROMPT, TEXTS
@@ -218,3 +220,17 @@ async def test_clients_cannot_make_up_labels(app: App) -> None:
     text = await metrics(app)
     assert 'path="other",status="404"} 20.0' in text
     assert text.count('samkv_requests_total{path="') == 2
+
+
+async def test_answers_of_engines_are_counted_whenever_they_were_opened(app: App) -> None:
+    before = app.engine()
+    again = create_app(app.tenancy, app.keys, Settings(model_name="tiny"))
+    for engine in (before, app.engine("later")):
+        engine.generate("Who?", max_new_tokens=1)
+    text = (await Client(again).got("/metrics")).text
+    assert "samkv_generated_tokens_total 2.0" in text
+
+
+async def test_clients_cannot_say_who_asks(app: App) -> None:
+    reply = await app.client.posted("/v1/completions", ASKED | {"samkv": {"owner": "another"}})
+    assert reply.status == 400 and "owner" in reply.error["message"]

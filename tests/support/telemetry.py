@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -68,13 +67,6 @@ class Told:
     def answers(self) -> list[ReadableSpan]:
         """Spans of answers that have ended, in the order in which they began."""
         return [span for span in self._ours if not span.name.startswith("samkv.")]
-
-    def wait_for_answers(self, n: int, patience_s: float = 60) -> list[ReadableSpan]:
-        """`answers`, once there are ``n``, or after ``patience_s`` seconds."""
-        until = time.monotonic() + patience_s
-        while len(self.answers) < n and time.monotonic() < until:
-            time.sleep(0.01)
-        return self.answers
 
     def stages(self, answer: ReadableSpan) -> list[ReadableSpan]:
         """The spans below an answer's, likewise."""

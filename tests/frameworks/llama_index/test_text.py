@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core import Document, Settings, VectorStoreIndex
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms import ChatMessage
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle, TextNode
@@ -19,7 +16,7 @@ from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.errors import ChunkNotCached, InvalidOption, PromptTooLong
+from samkv_integrations.errors import ChunkNotCached, PromptTooLong
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical
 from tests.support.records import RECORDS, TEXTS, builtin
 
@@ -55,21 +52,23 @@ class TestOnlyTheLlmIsSwapped:
         for record in RECORDS:
             (tmp_path / f"{record.name}.txt").write_text(record.text)
         settings.embed_model = Lexical()
-        settings.llm = SamKVLLM(
-            model_name="builtin", kv_dir=tmp_path / "kv", max_new_tokens=12, cache_retrieved=True
+        settings.llm = llm = SamKVLLM(
+            model_name="builtin", kv_dir=tmp_path / "kv", max_new_tokens=12
         )
         # what follows is as in LlamaIndex's starter tutorial
         from llama_index.core import SimpleDirectoryReader, VectorStoreIndex
 
         documents = SimpleDirectoryReader(str(tmp_path), required_exts=[".txt"]).load_data()
         index = VectorStoreIndex.from_documents(documents)
-        query_engine = index.as_query_engine()
+        query_engine = index.as_query_engine(
+            node_postprocessors=[SamKVPostprocessor(llm=llm, on_miss="compute")]
+        )
         for record in RECORDS:
             response = query_engine.query(record.question)
             assert str(response).strip() == record.workers
-            report = settings.llm.last_report
+            report = llm.last_report
             assert (report.found, report.chunk_misses) == (len(response.source_nodes), {})
-        # and what was cached at its first use serves an LLM that knows nothing of retrievals
+        # and what was cached at its first use serves an LLM without the postprocessor
         settings.llm = SamKVLLM(model_name="builtin", kv_dir=tmp_path / "kv", max_new_tokens=12)
         index.as_query_engine().query(ASKED.question)
         report = settings.llm.last_report
@@ -80,36 +79,15 @@ class TestOnlyTheLlmIsSwapped:
             [Document(text=text) for text in TEXTS], embed_model=Lexical()
         )
         one, other = (
-            SamKVLLM(
-                engine=Engine(builtin(), ChunkStore(tmp_path / name)),
-                max_new_tokens=12,
-                cache_retrieved=name == "one",
-            )
+            SamKVLLM(engine=Engine(builtin(), ChunkStore(tmp_path / name)), max_new_tokens=12)
             for name in ("one", "other")
         )
-        for llm in (one, other):
-            index.as_query_engine(llm=llm).query(ASKED.question)
+        last = SamKVPostprocessor(llm=one, on_miss="compute")
+        index.as_query_engine(llm=one, node_postprocessors=[last]).query(ASKED.question)
+        index.as_query_engine(llm=other).query(ASKED.question)
         assert one.last_report.found == 2 == len(one.engine.store.keys())
         assert other.last_report.found == 0 and other.engine.store.keys() == []
         assert other.last_report.chunk_misses == {}
-
-    def test_listening_keeps_no_engine_alive(self) -> None:
-        n_handlers = len(get_dispatcher().event_handlers)
-        engine = Engine(builtin())
-        alive = weakref.ref(engine)
-        llm = SamKVLLM(engine=engine, cache_retrieved=True)
-        SamKVLLM(engine=engine, cache_retrieved=True)
-        assert len(get_dispatcher().event_handlers) <= n_handlers + 1
-        del llm, engine
-        gc.collect()
-        assert alive() is None
-
-    def test_contradictions(self, corpus: Corpus) -> None:
-        assert corpus.llm(cache_retrieved=True).on_miss == "compute"
-        assert corpus.llm().on_miss == "compute"
-        for options in ({"on_miss": "error"}, {"on_miss": "text"}, {"match_text": False}):
-            with pytest.raises(InvalidOption, match="cache_retrieved=True"):
-                corpus.llm(cache_retrieved=True, **options)
 
 
 class TestTextMode:

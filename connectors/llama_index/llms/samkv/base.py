@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mappi
 from contextlib import closing, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
-from weakref import WeakSet
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as plain_messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -22,10 +21,6 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr, field_serializer
-from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events import BaseEvent
-from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection, default_completion_to_prompt
@@ -43,8 +38,6 @@ from llama_index.llms.samkv.conversion import (
     to_wrapper,
     with_system_prompt,
 )
-from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource
 from samkv_integrations.frameworks.local_llm import (
@@ -64,7 +57,7 @@ from samkv_integrations.frameworks.tool_calls import (
 )
 from samkv_integrations.prompt.rag_template import check_text
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.serving.stream import AnswerStream, off_loop
+from samkv_integrations.serving.stream import AnswerStream
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -158,9 +151,6 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     is_chat_model: bool | None = None
     """Whether LlamaIndex prompts with messages; None: if there is a chat template, and neither
     query_wrapper_prompt nor completion_to_prompt."""
-    cache_retrieved: bool = False
-    """Whether to cache retrieved nodes when a prompt contains them for the first time; for an index
-    that was built without `SamKVCacheTransform`. Nodes of every retriever in the process count."""
 
     _elsewhere: ClassVar[Mapping[str, str]] = {
         **LocalLLM._elsewhere,
@@ -188,12 +178,6 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     def _check(self) -> None:
         self.generate_kwargs = checked_generate_kwargs(self.generate_kwargs, self.max_new_tokens)
-        if self.cache_retrieved and (self.on_miss != "compute" or not self.match_text):
-            raise InvalidOption(
-                f"cache_retrieved=True with on_miss={self.on_miss!r} and "
-                f"match_text={self.match_text}; it finds nodes by their text and computes what is "
-                "missing, so leave both out"
-            )
         super()._check()
 
     def _source(self) -> ModelSource:
@@ -216,8 +200,6 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         if self.pydantic_program_mode == PydanticProgramMode.DEFAULT:
             self.pydantic_program_mode = PydanticProgramMode.LLM  # see `structured_predict`
         self._n_added, self._takes_tools = self._count_added(), takes_tools(model)
-        if self.cache_retrieved:
-            expect_retrieved(self.engine)
 
     @classmethod
     def class_name(cls) -> str:
@@ -480,22 +462,16 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     def _run(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = self._options(given)
-        self._announce(prompt)
         with _saying_how_llama_index_counts():
             return self.engine.stream(prompt, **options)
 
     async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = self._options(given)
-        await off_loop(self._announce, prompt)
         with _saying_how_llama_index_counts():
             return await self.engine.astream(prompt, **options)
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         return self._options_of(given, self.generate_kwargs, self.max_new_tokens)
-
-    def _announce(self, prompt: Prompt) -> None:
-        if self.cache_retrieved:  # for later prompts, even if `auto` computes this one in full
-            self.engine.announce(self.engine.found_in(prompt), "compute")
 
     def _whole(
         self, prompt: Prompt, given: dict[str, Any], made: _Made[_T], use: ToolUse | None = None
@@ -576,31 +552,3 @@ def _saying_how_llama_index_counts() -> Iterator[None]:
             f"{error}. If LlamaIndex packed the prompt: it counts with another tokenizer, "
             "unless told Settings.tokenizer = llm.tokenizer_fn"
         ) from error
-
-
-def expect_retrieved(engine: Engine) -> None:
-    """Announce to ``engine`` the texts that any retriever of this process finds from now on."""
-    dispatcher = get_dispatcher()
-    listening = (each for each in dispatcher.event_handlers if isinstance(each, _Retrievals))
-    handler = next(listening, None)
-    if handler is None:
-        handler = _Retrievals()
-        dispatcher.add_event_handler(handler)
-    handler._engines.add(engine)
-
-
-class _Retrievals(BaseEventHandler):
-    """Passes retrieved texts to all announced engines, which it references weakly."""
-
-    _engines: WeakSet[Engine] = PrivateAttr(default_factory=WeakSet)
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name in serialised dispatchers."""
-        return "SamKVRetrievals"
-
-    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        if isinstance(event, RetrievalEndEvent):
-            bodies = [body_of(found.node) for found in event.nodes]
-            for engine in list(self._engines):
-                engine.expect(bodies)
