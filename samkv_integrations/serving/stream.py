@@ -8,12 +8,12 @@ import contextvars
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
-from typing import Any, NoReturn, ParamSpec, Self, TypeVar
+from functools import lru_cache, partial
+from typing import NoReturn, ParamSpec, Self, TypeVar
 
 from samkv_integrations.errors import TimedOut
 from samkv_integrations.plan.request import Request
@@ -224,17 +224,3 @@ async def off_loop(
     return await asyncio.get_running_loop().run_in_executor(
         _threads(os.getpid(), OWNER.get()), call
     )
-
-
-def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Made]]:
-    """The same method for tasks: it runs off the event loop.
-
-    If a subclass overrides the method, its twin runs that.
-    """
-
-    @wraps(method)
-    async def asynchronous(self: object, *args: Any, **kwargs: Any) -> _Made:
-        made: _Made = await off_loop(getattr(self, method.__name__), *args, **kwargs)
-        return made
-
-    return asynchronous

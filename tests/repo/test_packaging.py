@@ -136,7 +136,9 @@ def test_every_requirement_is_pinned(name: str) -> None:
             pinned[canonicalize_name(pin.name)] = str(pin.specifier).removeprefix("==")
     declared = project(name)
     extras = declared.get("optional-dependencies", {}).values()
-    required = [Requirement(text) for texts in (declared["dependencies"], *extras) for text in texts]
+    required = [
+        Requirement(text) for texts in (declared["dependencies"], *extras) for text in texts
+    ]
     assert required
     for requirement in required:
         if (needed := canonicalize_name(requirement.name)) != CORE:

@@ -44,8 +44,8 @@ from llama_index.llms.samkv.conversion import (
     with_system_prompt,
 )
 from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
+from samkv_integrations.frameworks.components import check_text
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource
 from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -62,12 +62,12 @@ from samkv_integrations.frameworks.tool_calls import (
     takes_tools,
     with_tools,
 )
-from samkv_integrations.prompt.rag_template import check_text
-from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.serving.stream import AnswerStream, off_loop
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
+
+    from samkv_integrations import AnswerStream, Engine
+    from samkv_integrations.prompt.reader import Prompt
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _NEEDS_ENGINE = "needs_engine"
@@ -486,6 +486,8 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     async def _arun(self, prompt: Prompt, given: dict[str, Any]) -> AnswerStream:
         options = self._options(given)
+        from samkv_integrations.serving.stream import off_loop  # with the modules of the engine
+
         await off_loop(self._announce, prompt)
         with _saying_how_llama_index_counts():
             return await self.engine.astream(prompt, **options)
