@@ -241,7 +241,7 @@ class OwnAnswerOptions(TypedDict, total=False):
     finish_reason 'length'. Needs the extra 'structured'."""
     timeout: Annotated[float | None, Option(default=None, unset="no limit", check=check_timeout)]
     """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
-    on_miss: Annotated[OnMiss, Option(default="compute", check=check_on_miss)]
+    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss)]
     """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
     only where that takes no longer than full prefill), 'text' (compute it with the rest of the
     prompt, keep nothing) or 'error'."""
