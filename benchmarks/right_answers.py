@@ -36,8 +36,8 @@ from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.request import AnswerSettings, Request
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode, force
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 from samkv_integrations.store.disk import ChunkStore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,14 +34,35 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import what is asked for first: ``samkv --help`` need not wait for torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from samkv_integrations import engine, errors, methods, report
-    from samkv_integrations.runtimes.transformers import eviction
-    from samkv_integrations.serving import listeners, stream
-    from samkv_integrations.store import base, disk
+_HOMES = {
+    "EVICTIONS": "runtimes.transformers.eviction",
+    "METHODS": "methods",
+    "Answer": "serving.stream",
+    "AnswerEnded": "serving.listeners",
+    "AnswerStream": "serving.stream",
+    "ChunkStore": "store.disk",
+    "Engine": "engine",
+    "Eviction": "runtimes.transformers.eviction",
+    "MemoryStore": "store.base",
+    "Method": "methods",
+    "Report": "report",
+    "SamkvError": "errors",
+    "Total": "report",
+    "collect_reports": "serving.listeners",
+}
+"""Public name -> its module."""
 
-    homes = (disk, base, engine, report, listeners, stream, errors, eviction, methods)
-    return next(getattr(module, name) for module in homes if hasattr(module, name))
+
+def __getattr__(name: str) -> object:
+    """Import the module of a name when it is asked for: ``samkv --help`` need not wait for torch.
+
+    Raises MissingExtra for a name whose module needs a runtime, if none is installed.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from samkv_integrations.runtimes import require_runtime
+
+    home = _HOMES[name]
+    if home not in ("errors", "report"):
+        require_runtime()
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 MOST_SHOWN = 80
 """Characters of a wrong value in a message."""
@@ -110,7 +111,7 @@ class InvalidOption(SamkvError):
             raise cls(f"{name}={value!r}; allowed: {', '.join(allowed)}")
 
 
-class MissingExtra(SamkvError):
+class MissingExtra(SamkvError, ImportError):
     """An optional dependency is not installed."""
 
     @classmethod
@@ -120,6 +121,13 @@ class MissingExtra(SamkvError):
             f"{package!r} is not installed; next step: pip install '.[{extra}]' in a clone of "
             f"samkv-integrations, or 'FILE[{extra}]' for the file of its wheel"
         )
+
+    @classmethod
+    def unless_installed(cls, extra: str, *packages: str) -> None:
+        """Raises MissingExtra unless all packages are installed. Imports none of them."""
+        for package in packages:
+            if find_spec(package) is None:
+                raise cls.of(package, extra)
 
 
 class AnswerCut(SamkvError):

@@ -1,7 +1,6 @@
 """How an option is declared: a name, a type, an `Option`, and a docstring below.
 
-`samkv_integrations.options` declares the options of models, stores, engines and answers;
-`samkv_integrations.runtimes.transformers.sampling` those of sampling.
+`samkv_integrations.options` declares all of them.
 """
 
 from __future__ import annotations

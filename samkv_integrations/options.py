@@ -3,28 +3,32 @@
 From here come the flags of an engine's options (`samkv_integrations.cli.arguments`), the tables of
 the API reference, and the descriptions of the LLMs' fields
 (`samkv_integrations.frameworks.fields`). The code that uses an option reads it from `Engine`'s
-arguments or from `AnswerSettings`, which repeat its name and default. The options of sampling are
-declared in `samkv_integrations.runtimes.transformers.sampling`.
+arguments or from `AnswerSettings`, which repeat its name and default.
 """
 
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import TIMEOUT_MAX
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, shown
 from samkv_integrations.option import Option, declared
 
 if TYPE_CHECKING:
     import torch
 
     from samkv_integrations.methods import Method
-    from samkv_integrations.prompt.resolve import OnMiss
     from samkv_integrations.runtimes.transformers.eviction import Eviction
     from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+
+
+OnMiss = Literal["text", "compute", "error"]
+"""What is done for a chunk without a usable cache."""
 
 
 def check_options(options: type, given: Mapping[str, Any]) -> None:
@@ -71,8 +75,6 @@ def check_prefix(prefix: object) -> None:
 
 def check_on_miss(on_miss: str) -> None:
     """Raises InvalidOption if ``on_miss`` is nothing that can be done for a missed chunk."""
-    from samkv_integrations.prompt.resolve import OnMiss
-
     InvalidOption.unless_among("on_miss", on_miss, get_args(OnMiss))
 
 
@@ -262,3 +264,80 @@ class OwnAnswerOptions(TypedDict, total=False):
     """Most tokens that are drafted and checked at once; 0 drafts none. Drafts are copied from where
     the last tokens occurred before, in the prompt or the answer (prompt lookup); they change the
     speed of an answer and nothing else."""
+
+
+# -- sampling ------------------------------------------------------------------------------------
+
+SMALLEST = 1e-5
+"""The smallest number that logits may be divided by: none becomes infinite."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of sampling, of `Engine.generate`. None is allowed where it is the default."""
+
+    max_new_tokens: Annotated[
+        int, Option(default=256, allows=lambda n: n >= 1, bounds="at least 1")
+    ]
+    """Most tokens of the answer."""
+    seed: Annotated[
+        int | None,
+        Option(
+            default=None,
+            allows=lambda n: -(2**63) <= n < 2**64, bounds="a number of at most 64 bits",
+        ),
+    ]  # fmt: skip
+    """Makes sampling repeatable."""
+    repetition_penalty: Annotated[
+        float | None,
+        Option(
+            default=None, unset="the generation config's",
+            allows=lambda penalty: SMALLEST <= penalty < math.inf,
+            bounds=f"{SMALLEST} or more (1 for none) and finite",
+        ),
+    ]  # fmt: skip
+    """Above 1 makes tokens of the prompt and the answer less likely."""
+    temperature: Annotated[
+        float,
+        Option(
+            default=0.0, allows=lambda t: t == 0 or SMALLEST <= t < math.inf,
+            bounds=f"0 (greedy), or {SMALLEST} or more and finite",
+        ),
+    ]  # fmt: skip
+    """0 takes the likeliest token; top_k, top_p and min_p then change nothing."""
+    top_k: Annotated[
+        int, Option(default=0, allows=lambda k: k >= 0, bounds="0 (all tokens) or more")
+    ]
+    """How many of the likeliest tokens are sampled from; 0 for all."""
+    top_p: Annotated[
+        float, Option(default=1.0, allows=lambda p: 0 < p <= 1, bounds="above 0 and at most 1")
+    ]
+    """Sample from the likeliest tokens that together have this probability."""
+    min_p: Annotated[
+        float,
+        Option(default=0.0, allows=lambda p: 0 <= p <= 1, bounds="between 0 (all tokens) and 1"),
+    ]
+    """Sample from tokens of at least this share of the likeliest one's probability (arXiv
+    2407.01082)."""
+
+
+DECLARED = declared(SamplingOptions)
+OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in DECLARED.items()})
+"""The options of sampling by name."""
+
+
+def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN401
+    """The value of an option as `Sampling` has it. called: what its giver calls the option.
+
+    Raises InvalidOption if it is no number of the right kind, or out of range.
+    """
+    option, called = OPTIONS[name], called or name
+    if value is None and option.default is None:
+        return None
+    hint = DECLARED[name][0]
+    is_whole = int in (get_args(hint) or (hint,))
+    if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+        kind = "a whole number" if is_whole else "a number"
+        raise InvalidOption(f"{called}={shown(value)}; it must be {kind}")
+    if option.allows and not option.allows(value):  # false for a NaN too
+        raise InvalidOption(f"{called}={shown(value)}; it must be {option.bounds}")
+    return value if is_whole else float(value)

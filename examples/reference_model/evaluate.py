@@ -47,8 +47,8 @@ from samkv_integrations.lab.evaluation import f1_words
 from samkv_integrations.methods import get_method
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 RECOMPUTE = "recompute"
 METHODS = (RECOMPUTE, "reuse", "reuse-local")

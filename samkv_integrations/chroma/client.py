@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from chromadb.config import Settings
 
+KEY_FIELD = "samkv_key"
+"""The metadata field of a record that holds the key of its chunk cache."""
+
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
 """Names that Chroma allows. Its own error message quotes a schema."""
 

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors
 from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.records import (
-    KEY_FIELD,
     IngestResult,
     Metadata,
     Ownership,
@@ -32,7 +31,6 @@ from samkv_integrations.chroma.records import (
 )
 from samkv_integrations.chunks.caching import progress_bar
 from samkv_integrations.chunks.chunk import ChunkRef, normalise
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.folder import reconcile
@@ -40,6 +38,8 @@ from samkv_integrations.store.folder import reconcile
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from chromadb.api.types import GetResult
+
+    from samkv_integrations.engine import Engine
 
 _SAMPLE = 16
 """Records that `ChromaLink.adopt` checks to see whether a collection has caches."""

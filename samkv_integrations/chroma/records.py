@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from samkv_integrations.chroma.client import chroma_errors
+from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.store.base import Store
 from samkv_integrations.store.disk import ChunkStore
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
     from chromadb.api.types import GetResult
     from chromadb.types import Collection as CollectionModel
-
-KEY_FIELD = "samkv_key"
-"""The metadata field of a record that holds the key of its chunk cache."""
 
 Metadata = Mapping[str, Any]
 

@@ -38,7 +38,6 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.loading import available_bytes
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     Before,
     PrefilledChunks,
@@ -46,6 +45,7 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryChunk, Outage, Store, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.disk import ChunkStore

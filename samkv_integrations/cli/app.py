@@ -23,7 +23,7 @@ from samkv_integrations.cli.ingest import ingest, remove
 from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
 from samkv_integrations.cli.tune import tune
-from samkv_integrations.errors import SamkvError
+from samkv_integrations.errors import MissingExtra, SamkvError
 
 USER_ERROR = 2
 """Exit code of an error of the user."""
@@ -39,6 +39,10 @@ def _in_one_line() -> Iterator[None]:
         yield
     except SamkvError as error:
         said = " ".join(str(error).split())
+    except ModuleNotFoundError as error:  # of a module that needs a runtime
+        if error.name not in ("torch", "transformers"):
+            raise
+        said = str(MissingExtra.of(error.name, "transformers"))
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help that it shows is no error
             raise

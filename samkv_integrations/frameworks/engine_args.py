@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import PydanticCustomError
 
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.fields import (
     OWN_ENGINE_OPTIONS,
@@ -20,11 +20,13 @@ from samkv_integrations.frameworks.fields import (
     unknown_option,
 )
 from samkv_integrations.options import EngineOptions, check_options
-from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryStore
-from samkv_integrations.store.disk import ChunkStore
-from samkv_integrations.store.index import bytes_of
+
+if TYPE_CHECKING:
+    from samkv_integrations.engine import Engine
+    from samkv_integrations.runtimes.transformers.runtime import Model
+
+# The modules of an engine take seconds to import. So they are imported when an engine is made, or
+# when one is given; a program that only imports a connector does not wait for them.
 
 MADE_BY = {
     "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
@@ -32,6 +34,26 @@ MADE_BY = {
     "tokenizer": ("tokenizer_kwargs",),
 }
 """Loaded object -> arguments that say how to load it, and have no effect beside it."""
+
+
+def is_engine(value: object) -> bool:
+    """Whether ``value`` is an `Engine`."""
+    from samkv_integrations.engine import Engine
+
+    return isinstance(value, Engine)
+
+
+def _checked_engine(value: object) -> object:
+    if value is not None and not is_engine(value):
+        raise PydanticCustomError("is_instance_of", "Input should be an instance of Engine")
+    return value
+
+
+if TYPE_CHECKING:
+    AnEngine = Engine
+else:
+    AnEngine = Annotated[Any, AfterValidator(_checked_engine)]
+"""Type of a pydantic field that holds an `Engine`."""
 
 
 class ModelSource(Arguments, EngineFields):
@@ -45,7 +67,7 @@ class ModelSource(Arguments, EngineFields):
 
     model_config = ConfigDict(frozen=True)
 
-    engine: Engine | None = None
+    engine: AnEngine | None = None
     model: Any = None
     tokenizer: Any = None
     block_size: int | Literal["auto"] | None = None
@@ -56,8 +78,11 @@ def engine_of(source: ModelSource) -> Engine:
 
     The store is opened first, so that a wrong folder is found before a model is loaded.
 
-    Raises InvalidOption if an argument would be ignored.
+    Raises InvalidOption if an argument would be ignored, MissingExtra if no runtime is installed.
     """
+    from samkv_integrations import ChunkStore, Engine, MemoryStore
+    from samkv_integrations.store.index import bytes_of
+
     for loaded, names in MADE_BY.items():
         for name in names:
             if getattr(source, loaded) is not None and getattr(source, name):
@@ -93,6 +118,8 @@ def engine_of(source: ModelSource) -> Engine:
 
 def facts_of(engine: Engine) -> dict[str, Any]:
     """The settings of an engine, under the names of an LLM's fields: field -> value."""
+    from samkv_integrations.store.disk import ChunkStore
+
     store = engine.store if isinstance(engine.store, ChunkStore) else None
     return {
         "model_name": engine.model.name,
@@ -105,6 +132,9 @@ def facts_of(engine: Engine) -> dict[str, Any]:
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
     """Raises InvalidOption if another argument in ``source`` contradicts the given engine."""
+    from samkv_integrations.store.disk import ChunkStore
+    from samkv_integrations.store.index import bytes_of
+
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")
@@ -150,6 +180,9 @@ def _require_no(*names: str, of: ModelSource) -> None:
 
 
 def _model_of(source: ModelSource) -> Model:
+    from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
+    from samkv_integrations.runtimes.transformers.runtime import Model
+
     tokenizer = source.tokenizer
     if tokenizer is None and source.tokenizer_name is not None:
         tokenizer = load_tokenizer(source.tokenizer_name, source.tokenizer_kwargs)
@@ -183,8 +216,8 @@ class EngineRef:
         """From the arguments of a component. Raises InvalidOption unless one of them is given."""
         if (llm is None) == (engine is None):
             raise InvalidOption("give either llm (one of samkv-integrations) or engine")
-        found = engine if llm is None else getattr(llm, "engine", None)
-        if not isinstance(found, Engine):
+        found: Engine | None = engine if llm is None else getattr(llm, "engine", None)
+        if not is_engine(found):
             given = type(engine if llm is None else llm).__name__
             raise InvalidOption(
                 f"{given} has no engine; give an LLM of samkv-integrations as llm, or an Engine"

@@ -1,7 +1,7 @@
 """Options as fields of pydantic models, which the LLMs of both frameworks are.
 
-The descriptions are those of the declarations in `samkv_integrations.options` and
-`samkv_integrations.runtimes.transformers.sampling`; a test compares names and defaults.
+The descriptions are those of the declarations in `samkv_integrations.options`; a test compares
+names and defaults.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pydantic import (
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.option import Declared, declared
 from samkv_integrations.options import (
+    DECLARED,
     EngineOptions,
     ModelOptions,
+    OnMiss,
     OwnAnswerOptions,
     StoreOptions,
 )
-from samkv_integrations.prompt.resolve import OnMiss
-from samkv_integrations.runtimes.transformers.sampling import DECLARED
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_args import (
+    AnEngine,
     EngineRef,
     ModelSource,
     engine_of,
@@ -25,11 +25,15 @@ from samkv_integrations.frameworks.fields import (
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.options import EngineOptions, OwnAnswerOptions, check_options
-from samkv_integrations.plan.request import AnswerSettings
-from samkv_integrations.prompt.quoting import RenderedPrompt
+from samkv_integrations.options import (
+    OPTIONS,
+    EngineOptions,
+    OwnAnswerOptions,
+    check_option,
+    check_options,
+)
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.sampling import OPTIONS, Sampling, check_option
+from samkv_integrations.runtimes import require_runtime
 
 # -- options of a call ----------------------------------------------------------------------------
 
@@ -38,7 +42,7 @@ CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
 _OF_THE_LLM = tuple(name for name in OWN_ANSWER_OPTIONS if name != "timeout")
 ONE_CALL_KWARGS = (*CALL_KWARGS, *_OF_THE_LLM, "json_schema")
 """The options of one call: also arguments of the LLM, and a schema, which no LLM has."""
-DEFAULT_MAX_NEW_TOKENS = Sampling().max_new_tokens
+DEFAULT_MAX_NEW_TOKENS: int = OPTIONS["max_new_tokens"].default
 
 WITHOUT_EFFECT: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
@@ -65,6 +69,8 @@ _INSTEAD = {
 
 def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """The options that are not None. Raises UnknownOption or InvalidOption for a wrong one."""
+    from samkv_integrations.plan.request import AnswerSettings  # with the modules of the engine
+
     options = known_options("option in generate_kwargs", given, GENERATE_KWARGS)
     AnswerSettings.of(**to_options({}, options, max_new_tokens))  # raises if one is out of range
     return options
@@ -168,7 +174,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     stopping_ids: list[SkipValidation[int]] = Field(default_factory=list)
     """Token ids that end an answer, beside the model's own."""
-    engine: SkipJsonSchema[Engine] = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
+    engine: SkipJsonSchema[AnEngine] = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     """An engine to share, in place of loading a model over ``kv_dir``."""
     match_text: bool = True
     """Whether prompts are searched for the texts of cached chunks; else only handles are found."""
@@ -178,6 +184,8 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
     # -- building the engine --------------------------------------------------------------------
 
     def _use(self) -> None:
+        if self.engine is None:
+            require_runtime()
         self._check()
         self._attach()
 
@@ -238,6 +246,8 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     def _n_tokens(self, text: str) -> int:
         """Tokens of a part of a prompt without BOS; a handle counts as its chunk."""
+        from samkv_integrations.prompt.quoting import RenderedPrompt  # with the engine's modules
+
         if not text:
             return 0
         return self.engine.count_tokens(RenderedPrompt(text, is_chat=True))

@@ -13,12 +13,13 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.prompt.quoting import Chat
-from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.runtimes.transformers.runtime import Model
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.reader import Prompt
+    from samkv_integrations.runtimes.transformers.runtime import Model
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(\s*[{{\[].*?)(?:{_CLOSE}|$)", re.DOTALL)
@@ -247,6 +248,8 @@ def with_tools(
         raise InvalidOption("tools with messages_to_prompt; leave it out, for the chat template")
     if use.json_schema is not None:
         options["json_schema"] = use.json_schema
+    from samkv_integrations.prompt.quoting import Chat  # with the modules of the engine
+
     return Chat(prompt, use.tools), use
 
 

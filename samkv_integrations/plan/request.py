@@ -16,22 +16,23 @@ from torch import Tensor
 from samkv_integrations.chunks.caching import Chunks
 from samkv_integrations.errors import InvalidOption, UnknownOption, UnsupportedModel
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.options import OwnAnswerOptions, check_options
+from samkv_integrations.options import (
+    OPTIONS,
+    OnMiss,
+    OwnAnswerOptions,
+    SamplingOptions,
+    check_options,
+)
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequence, KeptSequences, Match, Wanted
 from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.prompt.resolve import OnMiss, Resolved
+from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.report import Report, Stage
 from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.blend import Watch
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries, WorkingCache
-from samkv_integrations.runtimes.transformers.sampling import (
-    OPTIONS,
-    JsonConstraint,
-    Sampling,
-    SamplingOptions,
-)
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, Sampling
 
 
 class AnswerOptions(SamplingOptions, OwnAnswerOptions, total=False):

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.fields import AnswerFields, SamplingFields
 from samkv_integrations.frameworks.tool_calls import ToolCall, arguments_of, turn_of
-from samkv_integrations.prompt.resolve import OnMiss
+from samkv_integrations.options import OnMiss
 from samkv_integrations.report import Report
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024

@@ -6,11 +6,11 @@ import asyncio
 import contextvars
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
-from typing import Any, NoReturn, Self, TypeVar, TypeVarTuple, Unpack
+from functools import lru_cache, partial
+from typing import NoReturn, Self, TypeVar, TypeVarTuple, Unpack
 
 from samkv_integrations.errors import TimedOut
 from samkv_integrations.plan.request import Request
@@ -210,17 +210,3 @@ async def off_loop(
     """
     call = partial(contextvars.copy_context().run, work, *args)
     return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid(), owner), call)
-
-
-def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Made]]:
-    """The same method for tasks: it runs off the event loop.
-
-    If a subclass overrides the method, its twin runs that.
-    """
-
-    @wraps(method)
-    async def asynchronous(self: object, *args: Any, **kwargs: Any) -> _Made:
-        call: Callable[[], _Made] = partial(getattr(self, method.__name__), *args, **kwargs)
-        return await off_loop(call)
-
-    return asynchronous

@@ -12,8 +12,8 @@ from samkv_integrations.lab import doctor
 from samkv_integrations.lab.doctor import CHUNKS, Check, examine
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.runtimes.transformers.model.attention import attention
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 EXACT = ("full prefill and decoding", "prefix reuse", "key rotation", "tokens")

@@ -19,9 +19,9 @@ from samkv_integrations.errors import (
     InvalidOption,
     StoreError,
 )
-from samkv_integrations.prompt.resolve import OnMiss
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.options import OnMiss
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryChunk
 from samkv_integrations.store.upkeep import verify
 from tests.support.covering import covering

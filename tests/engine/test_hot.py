@@ -23,11 +23,11 @@ from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk
 from samkv_integrations.runtimes.transformers.entries.quantise import STORE_BITS
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import working_cache
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler
 from samkv_integrations.store import chunk_file
 from samkv_integrations.store.chunk_file import ChunkFile

@@ -20,11 +20,11 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     mean_of_blocks,
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import rotate
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.chunks import decoded
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model

@@ -24,8 +24,8 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.request import AnswerSettings, FirstToken, Request
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, Sampler
 from samkv_integrations.serving import scheduler as scheduler_module
 from samkv_integrations.serving.scheduler import AHEAD, Limits, Scheduler

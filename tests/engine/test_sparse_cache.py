@@ -17,8 +17,8 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     groups,
 )
 from samkv_integrations.runtimes.transformers.eviction import Quest
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.working_cache import LayerEntries, SparseCache
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asking import ask
 from tests.support.chunks import encoded
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT

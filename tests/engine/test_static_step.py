@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.static_step import Graphs, StaticStep, captured
 from tests.laws import test_device
 from tests.support.asking import ask

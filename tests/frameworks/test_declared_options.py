@@ -65,9 +65,7 @@ class TestAllThatThereAre:
             shown = table_of(f"{options.__name__}.{group}")
             for name, (_, option) in declared(getattr(options, group)).items():
                 assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown
-        assert "| `top_k` | `0` |" in table_of(
-            "samkv_integrations.runtimes.transformers.sampling.SamplingOptions"
-        )
+        assert "| `top_k` | `0` |" in table_of("samkv_integrations.options.SamplingOptions")
 
     def test_are_arguments_of_an_engine_with_the_same_defaults(self) -> None:
         found = inspect.signature(Engine).parameters

@@ -15,7 +15,7 @@ from langchain_samkv.base import LocalModel
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.runtimes.transformers.sampling import OPTIONS
+from samkv_integrations.options import OPTIONS
 from tests.support.asked import listen
 from tests.support.records import builtin
 

@@ -20,7 +20,7 @@ strict = True
 plugins = pydantic.mypy
 namespace_packages = True
 explicit_package_bases = True
-mypy_path = {root}/connectors:{root}
+mypy_path = {root}/connectors/langchain:{root}/connectors/llama-index:{root}
 [mypy-samkv_integrations.*,langchain_samkv.*,llama_index.*]
 follow_imports = silent
 [mypy-torch.*,transformers.*,chromadb.*]

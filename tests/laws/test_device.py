@@ -25,12 +25,12 @@ from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods import METHODS
 from samkv_integrations.runtimes.transformers.entries.quantise import STORE_BITS, EntryFormat
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import loader
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.loader import LAYERS_TOGETHER, Context
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefilledChunks
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.store.base import MemoryChunk, MemoryStore
 from tests.support.covering import covering

@@ -23,8 +23,8 @@ from samkv_integrations.errors import InvalidOption, PromptTooLong, UnsupportedM
 from samkv_integrations.lab.doctor import examine
 from samkv_integrations.lab.inspection import inspect
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.model.families import FAMILIES as SUPPORTED
 from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.model.families import FAMILIES as SUPPORTED
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asking import ask
 from tests.support.laws import (

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.entries import quantise
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryStore, Store
 from samkv_integrations.store.disk import ChunkStore
 from tests.laws.test_device import OnThisThread

@@ -32,12 +32,12 @@ from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
 from samkv_integrations.runtimes.transformers.papers.cacheblend import CacheblendRecompute
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
 from samkv_integrations.runtimes.transformers.papers.samkv import SamkvRecompute, SamkvSelect, fuse
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.windows import MIN_RUN
 from tests.support.chunks import cache_of, decoded
 from tests.support.covering import covering

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from samkv_integrations.errors import UnsupportedModel
-from samkv_integrations.runtimes.transformers.model import identity
 from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.model import identity
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.models import byte_tokenizer, hf_model
 

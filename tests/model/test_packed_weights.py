@@ -22,9 +22,8 @@ from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.lab.doctor import examine
 from samkv_integrations.runtimes.transformers import loading, packed_weights
-from samkv_integrations.runtimes.transformers.model.gguf_file import GgufFile
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.model.gguf_file import GgufFile
 from samkv_integrations.runtimes.transformers.model.packed_weights import (
     Buffer,
     FileMatrix,
@@ -40,6 +39,7 @@ from samkv_integrations.runtimes.transformers.model.packed_weights import (
     packed_products,
     unpacked,
 )
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
 from tests.support.models import byte_tokenizer, hf_model
 

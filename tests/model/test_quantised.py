@@ -15,8 +15,8 @@ from torch import Tensor
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ChunkNotCached, InvalidOption, UnsupportedModel
-from samkv_integrations.runtimes.transformers.model.decode_layer import is_plain
 from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.model.decode_layer import is_plain
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore

@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "samkv_integrations"
+DISTRIBUTIONS = (ROOT / "connectors" / "langchain", ROOT / "connectors" / "llama-index")
 
 FLOORS = (
     {"errors", "option"},
@@ -54,9 +55,9 @@ OWNERS = {
 
 
 def sources() -> dict[str, Path]:
-    """Dotted name of every module of the wheel, as it is imported -> its file."""
+    """Dotted name of every module of the wheels, as it is imported -> its file."""
     found = {}
-    for folder, base in ((ROOT / PACKAGE, ROOT), (ROOT / "connectors", ROOT / "connectors")):
+    for folder, base in ((ROOT / PACKAGE, ROOT), *((each, each) for each in DISTRIBUTIONS)):
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(base).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
@@ -99,7 +100,7 @@ def called(node: ast.Call) -> str:
 
 
 def ours(module: str) -> set[str]:
-    """Modules of the wheel that ``module`` imports."""
+    """Modules of the wheels that ``module`` imports."""
     return {name for name in imports(module) if name in SOURCES}
 
 
@@ -151,7 +152,7 @@ def test_nothing_stands_above_the_connectors() -> None:
     """``llama_index`` belongs to nobody: one ``__init__.py`` there hides everyone else's part."""
     outside = [m for m in SOURCES if room(m) == "connectors" and not m.startswith(CONNECTORS)]
     assert not outside
-    assert not list((ROOT / "connectors").glob("__init__.py"))
+    assert not [each for each in DISTRIBUTIONS if (each / "__init__.py").exists()]
 
 
 IMPORT_ALL = """

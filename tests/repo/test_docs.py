@@ -20,6 +20,7 @@ from samkv_integrations.cli.app import app
 from samkv_integrations.errors import MISS_REASONS
 
 ROOT = Path(__file__).parents[2]
+CONNECTORS = (ROOT / "connectors" / "langchain", ROOT / "connectors" / "llama-index")
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
@@ -65,7 +66,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def modules() -> dict[str, griffe.Object]:
     """The public modules, read from their source."""
-    loader = griffe.GriffeLoader(search_paths=[str(ROOT), str(ROOT / "connectors")])
+    loader = griffe.GriffeLoader(search_paths=[str(ROOT), *map(str, CONNECTORS)])
     for module in PUBLIC:
         loader.load(module)
     loader.resolve_aliases(external=False)
@@ -171,6 +172,6 @@ def test_names_of_ours_exist(page: str) -> None:
 @pytest.mark.parametrize("page", [*PAGES, "../CONTRIBUTING.md", "../README.md"])
 def test_files_that_are_named_exist(page: str) -> None:
     """From the root of the repository, of the core, or of the connectors."""
-    bases = (ROOT, ROOT / "samkv_integrations", ROOT / "connectors")
+    bases = (ROOT, ROOT / "samkv_integrations", *CONNECTORS)
     named = set(FILE.findall((DOCS / page).read_text(encoding="utf-8")))
     assert not {path for path in named if not any((base / path).is_file() for base in bases)}

@@ -19,10 +19,10 @@ from samkv_integrations.plan.request import AnswerSettings, FirstToken, Request
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.blend import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import WorkingCache
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from samkv_integrations.methods.base import Positions, ProbedLayer, Update, over
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.model.families import Rotation
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.papers.samkv import fuse
 from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import MemoryChunk, MemoryStore
 from tests.support.chunks import TINY, decoded, random_chunk
 from tests.support.laws import mixed

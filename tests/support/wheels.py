@@ -8,23 +8,31 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-THIN = ("langchain-samkv", "llama-index-llms-samkv")
-"""Folders under ``packaging/``, each of a distribution without modules."""
+
+CORE = "samkv-integrations"
+FOLDERS = {
+    CORE: ROOT,
+    "langchain-samkv": ROOT / "connectors" / "langchain",
+    "llama-index-llms-samkv": ROOT / "connectors" / "llama-index",
+}
+"""Distribution -> the folder of its pyproject.toml."""
+PACKAGES = {
+    CORE: "samkv_integrations",
+    "langchain-samkv": "langchain_samkv",
+    "llama-index-llms-samkv": "llama_index",
+}
+"""Distribution -> the folder beside its pyproject.toml that holds all its modules."""
 
 
-def main_source(folder: Path) -> Path:
+def source(name: str, folder: Path) -> Path:
     """A copy of what the wheel is made of: setuptools leaves files behind, and takes up those that
     it left before."""
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("samkv_integrations", "connectors"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(FOLDERS[name] / file, folder)
+    package = PACKAGES[name]
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(FOLDERS[name] / package, folder / package, ignore=ignored)
     return folder
-
-
-def thin_source(name: str, folder: Path) -> Path:
-    """Likewise, of a distribution without modules."""
-    return Path(shutil.copytree(ROOT / "packaging" / name, folder / name))
 
 
 def built(source: Path, out: Path) -> Path:

@@ -26,9 +26,9 @@ from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan
 from samkv_integrations.runtimes.transformers.passes.decode import decode_greedily
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 __all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
 

@@ -43,7 +43,6 @@ from samkv_integrations.runtimes.transformers.model.gguf_file import (
     gguf_tokenizer,
     smollm2,
 )
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.model.packed_weights import (
     kernels_work,
     pack_in_8_bits,

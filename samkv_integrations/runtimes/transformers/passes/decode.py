@@ -82,7 +82,9 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
 # -- one request by itself, in the model's thread ---------------------------------------------
 
 
-def decode_greedily(model: LayeredModel, begun: FirstToken, most_tokens: int) -> tuple[list[int], str]:
+def decode_greedily(
+    model: LayeredModel, begun: FirstToken, most_tokens: int
+) -> tuple[list[int], str]:
     """The answer of `Engine.generate` with its default options, of at most ``most_tokens``.
 
     Returns its tokens, with the end token if the model chose it, and its text. The default options

@@ -9,12 +9,10 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransformer, Document
 from pydantic import Field
 
-from samkv_integrations.chunks.chunk import normalise
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.frameworks.components import is_handle, normalise, twin
 from samkv_integrations.frameworks.engine_args import WithEngine
-from samkv_integrations.prompt.handles import is_handle
-from samkv_integrations.prompt.resolve import OnMiss
-from samkv_integrations.serving.stream import twin
+from samkv_integrations.options import OnMiss
 
 Mode = Literal["text", "metadata", "replace"]
 

@@ -24,10 +24,10 @@ from samkv_integrations.frameworks.local_llm import (
     checked_generate_kwargs,
     known_options,
 )
-from samkv_integrations.methods import Method, get_method
-from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.sampling import check_option
-from samkv_integrations.serving.stream import AnswerStream
+from samkv_integrations.options import check_option
+
+if TYPE_CHECKING:
+    from samkv_integrations import AnswerStream, Eviction, Method
 
 _NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
@@ -158,6 +158,8 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """Everything that an answer depends on; LangChain's caches of answers use it as the key."""
+        from samkv_integrations.methods import get_method  # with the modules of the engine
+
         always = {name: value for name, value in self._always.items() if name != "timeout"}
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}

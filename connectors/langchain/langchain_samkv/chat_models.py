@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from operator import itemgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.exceptions import OutputParserException
@@ -41,7 +41,9 @@ from samkv_integrations.frameworks.tool_calls import (
     turn_of,
     with_tools,
 )
-from samkv_integrations.serving.stream import AnswerStream
+
+if TYPE_CHECKING:
+    from samkv_integrations import AnswerStream
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
 _OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec")

@@ -9,9 +9,8 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
 from pydantic import computed_field
 
-from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.frameworks.components import normalise, twin
 from samkv_integrations.frameworks.engine_args import WithEngine
-from samkv_integrations.serving.stream import twin
 
 
 class SamKVCacheTransform(WithEngine, TransformComponent):

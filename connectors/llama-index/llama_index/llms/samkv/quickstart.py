@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llama_index.core.embeddings import BaseEmbedding
 
-from samkv_integrations.chroma.embedding import HashingEmbedding
+from samkv_integrations.chroma import HashingEmbedding
 
 
 class OfflineEmbedding(BaseEmbedding):

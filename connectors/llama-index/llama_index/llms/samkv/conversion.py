@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -25,9 +25,11 @@ from samkv_integrations.frameworks.tool_calls import (
     merged,
     turn_of,
 )
-from samkv_integrations.prompt.quoting import RenderedPrompt
-from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.runtime import Model
+
+if TYPE_CHECKING:
+    from samkv_integrations import Report
+    from samkv_integrations.prompt.quoting import RenderedPrompt
+    from samkv_integrations.runtimes.transformers.runtime import Model
 
 
 def with_system_prompt(

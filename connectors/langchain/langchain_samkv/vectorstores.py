@@ -15,20 +15,18 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 
-from samkv_integrations.chroma.client import check_name, chroma_errors
-from samkv_integrations.chroma.embedding import HashingEmbedding
-from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.records import KEY_FIELD
-from samkv_integrations.chunks.chunk import normalise
-from samkv_integrations.engine import Engine
+from samkv_integrations.chroma import KEY_FIELD, HashingEmbedding, check_name, chroma_errors
 from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.frameworks.components import normalise, twin
 from samkv_integrations.frameworks.engine_args import EngineRef, known_arguments
-from samkv_integrations.serving.stream import twin
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument
     from chromadb.api import ClientAPI
     from chromadb.api.collection_configuration import CreateCollectionConfiguration
+
+    from samkv_integrations import Engine
+    from samkv_integrations.chroma import ChromaLink
 
 DEFAULT_NAME = "langchain"
 Where = dict[str, Any]
@@ -149,7 +147,7 @@ class SamKVChroma(Chroma):
                 # upstream opens it with Chroma's own embedding function
                 found = self._client.get_collection(collection_name, embedding_function=None)
                 self._chroma_collection = found
-        self._link: ChromaLink | None = ChromaLink(self._collection, self._engine)
+        self._link: ChromaLink | None = self._new_link()
         self._link.adopt(cache_existing=cache_existing)
 
     # upstream repeats the arguments of the constructor, which refuses unknown ones
@@ -194,6 +192,11 @@ class SamKVChroma(Chroma):
             "a SamKVChroma cannot be pickled: it holds a database and a model; make it again in "
             "the other process, of the same arguments with an llm or engine of that process"
         )
+
+    def _new_link(self) -> ChromaLink:
+        from samkv_integrations.chroma import ChromaLink  # with the modules of the engine
+
+        return ChromaLink(self._collection, self._engine)
 
     @property
     def kv_link(self) -> ChromaLink:
@@ -345,7 +348,7 @@ class SamKVChroma(Chroma):
         """Delete the collection as `delete_collection` does, and create an empty one."""
         with chroma_errors(f"Chroma cannot make collection {self._collection_name!r} again"):
             super().reset_collection()
-        self._link = ChromaLink(self._collection, self._engine)
+        self._link = self._new_link()
 
     def add_images(
         self,
