@@ -7,7 +7,7 @@ imported by the first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 _Made = TypeVar("_Made")
@@ -23,8 +23,8 @@ def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Mad
     async def asynchronous(self: object, *args: Any, **kwargs: Any) -> _Made:
         from samkv_integrations.serving.stream import off_loop
 
-        made: _Made = await off_loop(getattr(self, method.__name__), *args, **kwargs)
-        return made
+        call: Callable[[], _Made] = partial(getattr(self, method.__name__), *args, **kwargs)
+        return await off_loop(call)
 
     return asynchronous
 
