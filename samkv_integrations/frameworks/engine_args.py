@@ -38,7 +38,7 @@ MADE_BY = {
 
 def is_engine(value: object) -> bool:
     """Whether ``value`` is an `Engine`."""
-    from samkv_integrations.engine import Engine
+    from samkv_integrations import Engine
 
     return isinstance(value, Engine)
 
