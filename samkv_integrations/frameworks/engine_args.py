@@ -38,7 +38,7 @@ MADE_BY = {
 
 def is_engine(value: object) -> bool:
     """Whether ``value`` is an `Engine`."""
-    from samkv_integrations.engine import Engine
+    from samkv_integrations import Engine
 
     return isinstance(value, Engine)
 
@@ -180,7 +180,7 @@ def _require_no(*names: str, of: ModelSource) -> None:
 
 
 def _model_of(source: ModelSource) -> Model:
-    from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
+    from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
     from samkv_integrations.runtimes.transformers.runtime import Model
 
     tokenizer = source.tokenizer

@@ -13,12 +13,12 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
 from llama_index.core.base.llms.types import ChatMessage, TextBlock, ThinkingBlock
 
-import samkv_integrations.frameworks.engine_args as engine_args
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKV, SamKVChroma
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.methods import METHODS
+from samkv_integrations.runtimes.transformers import loading
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from tests.support.models import tiny_model
 
@@ -45,7 +45,7 @@ def test_a_bad_folder_is_found_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Any]
 ) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr(engine_args, "load_model", lambda *given, **_: loaded.append(given))
+    monkeypatch.setattr(loading, "load_model", lambda *given, **_: loaded.append(given))
     (tmp_path / "mine").write_text("a file")
     with pytest.raises(StoreError, match="name a new or empty folder"):
         make(tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
@@ -13,9 +13,7 @@ from langchain_core.runnables import Runnable
 
 from langchain_samkv.base import LocalModel
 from samkv_integrations.frameworks.local_llm import usage_of
-
-if TYPE_CHECKING:
-    from samkv_integrations import Report
+from samkv_integrations.report import Report
 
 
 class SamKV(LocalModel, BaseLLM):

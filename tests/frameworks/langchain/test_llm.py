@@ -32,9 +32,9 @@ from samkv_integrations.errors import (
     SamkvError,
     TimedOut,
 )
-from samkv_integrations.frameworks import engine_args
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.epic import EpicRecompute
+from samkv_integrations.runtimes.transformers import loading
 from samkv_integrations.runtimes.transformers.eviction import H2O
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asked import listen
@@ -295,9 +295,9 @@ class TestArguments:
         hf_model("llama").save_pretrained(tmp_path / "model")
         byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
         asked = []
-        load = engine_args.load_model
+        load = loading.load_model
         monkeypatch.setattr(
-            engine_args,
+            loading,
             "load_model",
             lambda name, **options: asked.append(options) or load(name, **options),
         )
@@ -563,7 +563,7 @@ class TestCopies:
         def refuse(*arguments: Any, **options: Any) -> None:
             raise AssertionError("a model was loaded")
 
-        monkeypatch.setattr(engine_args, "load_model", refuse)
+        monkeypatch.setattr(loading, "load_model", refuse)
         runnable = chat.configurable_fields(temperature=ConfigurableField(id="heat"))
         runnable.invoke("Hello", {"configurable": {"heat": 0.9}})
         assert given[-1]["temperature"] == 0.9
