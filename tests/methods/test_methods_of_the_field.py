@@ -29,9 +29,9 @@ from samkv_integrations.methods.base import (
 )
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.epic import EpicRecompute
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
