@@ -15,13 +15,15 @@ import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.prompt.layout import Layout, Mask
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 Positions = Literal["global", "local"]
 """Positions of cached keys: those of the prompt, or those that the chunk was computed at."""

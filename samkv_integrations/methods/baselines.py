@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from samkv_integrations.methods.base import Method, Recompute
-from samkv_integrations.prompt.layout import Layout, Mask
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 
 @dataclass(frozen=True, kw_only=True)

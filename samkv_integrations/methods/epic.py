@@ -6,9 +6,12 @@ Hu et al.: EPIC, Efficient Position-Independent Caching for Serving Large Langua
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from samkv_integrations.methods.base import Method, Recompute, check_count
-from samkv_integrations.prompt.layout import Layout, Mask
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,14 @@ names is found as BM25 would, without a pass of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from samkv_integrations.methods.base import Method, Recompute, check_count
-from samkv_integrations.prompt.layout import Layout, Mask
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 SEGMENT = 32  # tokens of a segment of a chunk
 MOST_MATCHED = 6  # at most a sixth of the context, so that most of a short one is reused

@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from samkv_integrations.chunks.chunk import ChunkBlocks
+from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, Ids
-
-if TYPE_CHECKING:
-    from samkv_integrations.chunks.chunk import ChunkBlocks
-    from samkv_integrations.store.base import StoredChunk
 
 Numbers = NDArray[np.int64]
 Mask = NDArray[np.bool_]
