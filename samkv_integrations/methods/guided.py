@@ -63,7 +63,8 @@ def matching_segments(layout: Layout, size: int, most: int, given: Mask) -> Mask
     Segments have ``size`` tokens. The best ones are taken while they have at most ``most`` tokens
     together, without those in ``given`` ((Tctx,) bool). The score of a segment is the sum of
     log((n + 1) / (m + 0.5)) over the question's tokens in it, where n counts all segments and m
-    those with the token, plus half of that sum over the question's tokens in its chunk.
+    those with the token, plus half of that sum over the question's tokens in its chunk. Of segments
+    with equal scores the earlier one is taken.
     """
     ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
     asked = np.intersect1d(layout.token_ids[layout.question], ids)
@@ -82,6 +83,7 @@ def matching_segments(layout: Layout, size: int, most: int, given: Mask) -> Mask
     own = np.bincount(found, rarity[token], n_segments)
     of_chunks = np.bincount(in_chunk, rarity[token_there], layout.n_chunks)
     score = np.where(own == 0, -np.inf, own + of_chunks[of_chunk] / 2)
+    score = score.round(9)  # equal sums are equal, in whichever order their terms were added
     order = np.argsort(-score, kind="stable")
     n_new = np.bincount(segment[~given], minlength=n_segments)
     fits = (np.cumsum(n_new[order]) <= most) & (own[order] > 0)

@@ -53,7 +53,8 @@ class Table(Mapping[str, T], Generic[T]):
         """The entry points of the group by name, read once."""
         if self._added is None:
             found: dict[str, EntryPoint] = {}
-            for point in sorted(entry_points(group=self._group) if self._group else ()):
+            points = entry_points(group=self._group) if self._group else ()
+            for point in sorted(points, key=lambda each: (each.name, _distribution(each))):
                 if point.name in self._places or point.name in found:
                     other = found.get(point.name)
                     owner = "samkv-integrations" if other is None else _distribution(other)
