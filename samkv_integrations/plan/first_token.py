@@ -29,12 +29,15 @@ from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.papers.base import (
     BlockSelect,
     LayerRecompute,
-    kept_blocks,
-    recomputed_tokens,
 )
 from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.loader import ChunkLost, Context
-from samkv_integrations.runtimes.transformers.passes.observers import Check, Probe
+from samkv_integrations.runtimes.transformers.passes.method import (
+    Check,
+    Probe,
+    kept_blocks,
+    recomputed_tokens,
+)
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
     DenseCache,

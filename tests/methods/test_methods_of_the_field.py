@@ -22,7 +22,7 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.base import RecomputeNone, SelectAll
+from samkv_integrations.methods.base import RecomputeNone, Select, SelectAll
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.eviction import EVICTIONS
@@ -308,6 +308,21 @@ def test_a_choice_without_layers_is_an_error() -> None:
         method = replace(METHODS["reuse"], name="flat", **{part: flat})
         with pytest.raises(InvalidOption, match=rf"'flat': its {part} .*shape .*; it must be \("):
             first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
+
+
+def test_a_selection_that_chooses_nothing_is_an_error() -> None:
+    class Bare(Select):
+        pass
+
+    with pytest.raises(InvalidOption, match=r"of method 'bare' .* subclass BlockSelect, of samkv"):
+        first_logits(
+            engine_of("llama"), PROMPT, CHUNKS, replace(METHODS["reuse"], name="bare", select=Bare())
+        )
+
+
+def test_a_choice_by_layer_cannot_be_made_by_token_ids() -> None:
+    with pytest.raises(InvalidOption, match="SamkvRecompute chooses .* such as 'auto'"):
+        SamkvRecompute().choose(layout_of((20,)))
 
 
 share = st.floats(0, 1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods.base import Method, Recompute, Select, check_ratio
+from samkv_integrations.methods.base import Recompute, Select, check_ratio
 from samkv_integrations.prompt.layout import Layout, Mask
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
@@ -193,48 +193,6 @@ class ContextAttention(Protocol):
         mask: (R, S) bool, the entries that a token sees; None for all. is_context: (S,) or (G, S).
         """
         ...
-
-
-# -- the choice of any method ------------------------------------------------------------------
-
-
-def kept_blocks(
-    method: Method, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
-) -> Tensor:
-    """(L, Nb) bool: the blocks that each layer keeps.
-
-    Raises InvalidOption for a choice of another shape, which might be broadcast.
-    """
-    shape = inputs.n_layers, layout.n_blocks
-    if not isinstance(method.select, BlockSelect):
-        return torch.ones(shape, dtype=torch.bool)
-    chosen = method.select.choose(scores, inputs, layout)
-    return _of_shape(method, "select", chosen, shape)
-
-
-def recomputed_tokens(
-    method: Method, keep: Tensor, inputs: SelectionInputs, layout: TensorLayout
-) -> Tensor:
-    """(L, Tctx) bool: the tokens to compute again. keep: (L, Nb) bool, see `kept_blocks`.
-
-    Raises InvalidOption for a choice of another shape.
-    """
-    n_layers, part = inputs.n_layers, method.recompute
-    if isinstance(part, LayerRecompute):
-        chosen = part.choose_layers(keep[:, layout.block_of_token], inputs, layout)
-        return _of_shape(method, "recompute", chosen, (n_layers, layout.n_context))
-    by_tokens = torch.from_numpy(part.choose(layout.arrays))
-    return _of_shape(method, "recompute", by_tokens, (layout.n_context,)).repeat(n_layers, 1)
-
-
-def _of_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if chosen.shape != shape:
-        layers_first = ", layers first" if len(shape) == 2 else ""
-        raise InvalidOption(
-            f"method {method.name!r}: its {part} part chose with shape {tuple(chosen.shape)}; it "
-            f"must be {shape}{layers_first}"
-        )
-    return chosen
 
 
 # -- scores of tokens and blocks, and budgets that the best of them fill -------------------------

@@ -1,4 +1,4 @@
-"""The observers of a method: what it scores in a probe, and what it decides at its check layer."""
+"""How a pass follows a method: what it keeps and computes again, and what its parts observe."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.methods.base import Method
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.papers.base import (
@@ -15,9 +17,55 @@ from samkv_integrations.runtimes.transformers.papers.base import (
     Checked,
     LayerRecompute,
     ProbedLayer,
+    SelectionInputs,
 )
 from samkv_integrations.runtimes.transformers.passes.blend import ObservedLayer, PassPlan
 from samkv_integrations.runtimes.transformers.passes.loader import Context
+
+
+def kept_blocks(
+    method: Method, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
+) -> Tensor:
+    """(L, Nb) bool: the blocks that each layer keeps.
+
+    Raises InvalidOption for a choice of another shape, which might be broadcast, and for a part
+    that chooses nothing.
+    """
+    shape = inputs.n_layers, layout.n_blocks
+    if isinstance(method.select, BlockSelect):
+        chosen = method.select.choose(scores, inputs, layout)
+        return _of_shape(method, "select", chosen, shape)
+    if method.select.keeps_all:
+        return torch.ones(shape, dtype=torch.bool)
+    raise InvalidOption(
+        f"select={method.select!r} of method {method.name!r} does not say which blocks it keeps; "
+        f"subclass BlockSelect, of {BlockSelect.__module__}"
+    )
+
+
+def recomputed_tokens(
+    method: Method, keep: Tensor, inputs: SelectionInputs, layout: TensorLayout
+) -> Tensor:
+    """(L, Tctx) bool: the tokens to compute again. keep: (L, Nb) bool, see `kept_blocks`.
+
+    Raises InvalidOption for a choice of another shape.
+    """
+    n_layers, part = inputs.n_layers, method.recompute
+    if isinstance(part, LayerRecompute):
+        chosen = part.choose_layers(keep[:, layout.block_of_token], inputs, layout)
+        return _of_shape(method, "recompute", chosen, (n_layers, layout.n_context))
+    by_tokens = torch.from_numpy(part.choose(layout.arrays))
+    return _of_shape(method, "recompute", by_tokens, (layout.n_context,)).repeat(n_layers, 1)
+
+
+def _of_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if chosen.shape != shape:
+        layers_first = ", layers first" if len(shape) == 2 else ""
+        raise InvalidOption(
+            f"method {method.name!r}: its {part} part chose with shape {tuple(chosen.shape)}; it "
+            f"must be {shape}{layers_first}"
+        )
+    return chosen
 
 
 @dataclass(kw_only=True)
