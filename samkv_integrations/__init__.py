@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
     from samkv_integrations.errors import SamkvError
     from samkv_integrations.methods import METHODS, Method
+    from samkv_integrations.methods.eviction import EVICTIONS, Eviction
     from samkv_integrations.report import Report, Total
-    from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction
     from samkv_integrations.serving.listeners import AnswerEnded, collect_reports
     from samkv_integrations.serving.stream import Answer, AnswerStream
     from samkv_integrations.store.base import MemoryStore
@@ -33,36 +33,16 @@ __all__ = [
     "collect_reports",
 ]
 
-
 _HOMES = {
-    "EVICTIONS": "runtimes.transformers.eviction",
-    "METHODS": "methods",
-    "Answer": "serving.stream",
-    "AnswerEnded": "serving.listeners",
-    "AnswerStream": "serving.stream",
-    "ChunkStore": "store.disk",
-    "Engine": "engine",
-    "Eviction": "runtimes.transformers.eviction",
-    "MemoryStore": "store.base",
-    "Method": "methods",
-    "Report": "report",
-    "SamkvError": "errors",
-    "Total": "report",
-    "collect_reports": "serving.listeners",
-}
-"""Public name -> its module."""
+    "EVICTIONS": "methods.eviction", "METHODS": "methods", "Answer": "serving.stream",
+    "AnswerStream": "serving.stream", "ChunkStore": "store.disk", "Engine": "engine",
+    "Eviction": "methods.eviction", "MemoryStore": "store.base", "Method": "methods",
+    "Report": "report", "SamkvError": "errors", "Total": "report", "collect_reports": "report",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    """Import the module of a name when it is asked for: ``samkv --help`` need not wait for torch.
-
-    Raises MissingExtra for a name whose module needs a runtime, if none is installed.
-    """
+    """Import what is asked for first: ``samkv --help`` need not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from samkv_integrations.runtimes import require_runtime
-
-    home = _HOMES[name]
-    if home not in ("errors", "report"):
-        require_runtime()
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

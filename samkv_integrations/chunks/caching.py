@@ -30,6 +30,7 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
+from samkv_integrations.runtimes.memory import available_bytes
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     MIN_CHUNKS,
     PUBLISHED_STABLE_LAYERS,
@@ -37,7 +38,6 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
 )
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.runtimes.transformers.loading import available_bytes
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     Before,
     PrefilledChunks,

@@ -17,20 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import (
-    BlockScheme,
-    CacheShape,
-    ChunkCache,
-    ChunkRef,
-    Fingerprint,
-)
+from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.errors import CacheMiss, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.options import Sampling
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.text import ModelText
+from samkv_integrations.runtimes.transformers.sampling import Sampling
 from samkv_integrations.store.base import Store, StoredChunk
 
 Logits = Any

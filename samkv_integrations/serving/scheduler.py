@@ -27,12 +27,13 @@ from samkv_integrations.plan.kept_sequences import KeptSequence
 from samkv_integrations.plan.request import Request
 from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report, Stage
+from samkv_integrations.runtimes.base import MOST_ROWS, RowCosts
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import Sampler
-from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
+from samkv_integrations.serving.draft import PromptLookup
 from samkv_integrations.serving.static_step import Graphs
 
 _Made = TypeVar("_Made")

@@ -14,10 +14,10 @@ import pytest
 from chromadb.errors import InternalError
 
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.chroma.client import chroma_errors, open_collection
+from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors, open_collection
 from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.records import KEY_FIELD, Retrieved
+from samkv_integrations.chroma.records import Retrieved
 from samkv_integrations.errors import (
     InvalidOption,
     MissingExtra,

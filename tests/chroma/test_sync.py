@@ -15,9 +15,9 @@ from chromadb.config import Settings
 
 import samkv_integrations.chunks.caching
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.chroma.client import connect_collection, open_collection
+from samkv_integrations.chroma.client import KEY_FIELD, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.records import KEY_FIELD, SyncResult
+from samkv_integrations.chroma.records import SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
 from samkv_integrations.store import database
 from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations import ChunkStore, Engine, MemoryStore
-from samkv_integrations.chroma.client import connect_collection
-from samkv_integrations.chroma.records import KEY_FIELD
+from samkv_integrations.chroma.client import KEY_FIELD, connect_collection
 from samkv_integrations.prompt.rag_template import rag_prompt
 from tests.support.bucket import Bucket
 from tests.support.chroma_server import HOST, chroma_server

@@ -10,10 +10,11 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.methods.eviction import EVICTIONS
+from samkv_integrations.runtimes.base import MOST_ROWS, RowCosts
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as scheduler_module
-from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
+from samkv_integrations.serving.draft import PromptLookup
 from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.served import TEXTS

@@ -21,8 +21,9 @@ from torch import Tensor
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.lab.doctor import examine
-from samkv_integrations.runtimes.transformers import loading, packed_weights
+from samkv_integrations.runtimes.transformers import loading
 from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.model import packed_weights
 from samkv_integrations.runtimes.transformers.model.gguf_file import GgufFile
 from samkv_integrations.runtimes.transformers.model.packed_weights import (
     Buffer,

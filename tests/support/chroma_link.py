@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.client import KEY_FIELD, open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.records import KEY_FIELD
 from tests.support.records import builtin
 
 VECTOR = [1.0, 0.0]

@@ -13,7 +13,6 @@ from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, F
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.options import Sampling, size_in_bytes
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.runtimes.base import (
     Begun,
@@ -38,8 +37,7 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
-from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
-from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
+from samkv_integrations.runtimes.transformers.sampling import Sampling
 from samkv_integrations.store.base import Store
 
 

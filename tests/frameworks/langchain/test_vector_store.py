@@ -18,8 +18,8 @@ import samkv_integrations.chroma.link
 import samkv_integrations.chunks.caching
 from langchain_samkv import OfflineEmbeddings, SamKVChroma
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.chroma.client import KEY_FIELD
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption, UnknownOption
 from tests.support.chroma_link import assert_in_step, files, keys_of, records
 from tests.support.chroma_server import HOST

@@ -19,7 +19,7 @@ import samkv_integrations.chunks.caching
 from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.records import KEY_FIELD
+from samkv_integrations.chroma.client import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption
 from tests.support.handles import HANDLE, spelled_out
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus

@@ -16,7 +16,7 @@ from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.records import KEY_FIELD
+from samkv_integrations.chroma.client import KEY_FIELD
 from tests.support.chroma_link import add_raw
 from tests.support.llama_index_corpus import Lexical
 from tests.support.records import RECORDS, TEXTS, builtin

@@ -15,7 +15,7 @@ from llama_index.core.schema import ImageNode, NodeWithScore, QueryBundle, TextN
 from llama_index.llms.samkv import SamKVLLM
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.records import KEY_FIELD
+from samkv_integrations.chroma.client import KEY_FIELD
 from samkv_integrations.errors import ChunkNotCached, PromptTooLong
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical
 from tests.support.records import RECORDS, TEXTS, builtin

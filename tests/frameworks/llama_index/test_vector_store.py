@@ -31,8 +31,7 @@ import samkv_integrations.chunks.caching
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.records import KEY_FIELD
+from samkv_integrations.chroma.client import KEY_FIELD, open_collection
 from samkv_integrations.errors import InvalidChunk, InvalidOption, UnknownOption
 from tests.support.chroma_link import assert_in_step, client_of, files, keys_of, records
 from tests.support.chroma_server import HOST
