@@ -91,6 +91,8 @@ def imports(module: str) -> Iterator[str]:
                 yield inner if inner in SOURCES else node.module
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             name = node.args[0]
+            if ast.unparse(name).startswith("f'{__name__}."):
+                continue  # of a table of public names, which are imported for type checkers
             assert isinstance(name, ast.Constant), f"{module}: imports a name that it computes"
             yield str(name.value)
 
