@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from samkv_integrations.report import Report, Total, collect_reports
     from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction
     from samkv_integrations.serving.stream import Answer, AnswerStream
-    from samkv_integrations.store.base import MemoryStore
     from samkv_integrations.store.disk import ChunkStore
+    from samkv_integrations.store.memory import MemoryStore
 
 __all__ = [
     "EVICTIONS",
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> object:
     from samkv_integrations import engine, errors, methods, report
     from samkv_integrations.runtimes.transformers import eviction
     from samkv_integrations.serving import stream
-    from samkv_integrations.store import base, disk
+    from samkv_integrations.store import disk, memory
 
-    homes = (disk, base, engine, report, stream, errors, eviction, methods)
+    homes = (disk, memory, engine, report, stream, errors, eviction, methods)
     return next(getattr(module, name) for module in homes if hasattr(module, name))

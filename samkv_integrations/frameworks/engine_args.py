@@ -22,9 +22,9 @@ from samkv_integrations.frameworks.fields import (
 from samkv_integrations.options import EngineOptions, check_options
 from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.index import bytes_of
+from samkv_integrations.store.memory import MemoryStore
 
 MADE_BY = {
     "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
@@ -93,12 +93,12 @@ def engine_of(source: ModelSource) -> Engine:
 
 def facts_of(engine: Engine) -> dict[str, Any]:
     """The settings of an engine, under the names of an LLM's fields: field -> value."""
-    store = engine.store if isinstance(engine.store, ChunkStore) else None
+    store = engine.store
     return {
         "model_name": engine.model.name,
-        "kv_dir": str(store.path) if store else None,
-        "kv_remote": store.shared.url if store and store.shared else None,
-        "namespace": engine.store.namespace,
+        "kv_dir": str(store.path) if store.path else None,
+        "kv_remote": store.remote_url,
+        "namespace": store.namespace,
         **{name: getattr(engine, name) for name in OWN_ENGINE_OPTIONS},
     }
 
@@ -115,7 +115,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     if folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve():
         facts["kv_dir"] = kv_dir
     _require_same(source, engine.model, facts)
-    if not isinstance(engine.store, ChunkStore):
+    if engine.store.path is None:
         _require_no("max_bytes", of=source)
     elif source.max_bytes is not None:  # a limit of the store, not of the engine
         before, quota = engine.store.index.budget()

@@ -31,9 +31,8 @@ from samkv_integrations.runtimes.transformers.eviction import (
     with_budget,
 )
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.store.base import Store
-from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.folder import read_small, write_file
+from samkv_integrations.store.indexed import IndexedStore
 
 TUNED_FILE = "samkv.toml"
 
@@ -103,7 +102,7 @@ class _File(BaseModel):
 
 def choices_of(
     model: Model,
-    store: Store,
+    store: IndexedStore,
     method: str | Method | None,
     eviction: str | Eviction | None,
     store_bits: int | None,
@@ -115,7 +114,7 @@ def choices_of(
     """
     get_eviction(eviction)
     entry, bits = None, store_bits
-    if (method is None or bits is None) and isinstance(store, ChunkStore):
+    if (method is None or bits is None) and store.path is not None:
         entry = read_tuned(store.path).get(model.name)
     if bits is None:
         bits = DEFAULT_STORE_BITS if entry is None else entry.store_bits

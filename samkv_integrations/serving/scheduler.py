@@ -16,7 +16,8 @@ from contextlib import closing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -27,13 +28,15 @@ from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.kept_sequences import KeptSequence
 from samkv_integrations.plan.request import Request
 from samkv_integrations.report import Report, Stage
-from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, TextStream, decode
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.sampling import Sampler
 from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
 from samkv_integrations.serving.static_step import Graphs
+
+if TYPE_CHECKING:
+    from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 
 _Made = TypeVar("_Made")
 
@@ -356,6 +359,7 @@ class Scheduler:
         self.model = model
         self.limits = limits or Limits()
         self.graphs: Graphs | None = None
+        self.hot_chunks: WeakSet[HotChunks] = WeakSet()  # of the engines that share the scheduler
         self._starting = threading.Lock()
         self._thread: _Thread | None = None
 
@@ -698,7 +702,7 @@ class _Thread:
         self._step_s = self._step_ended - began
         if is_done:
             return True
-        HotChunks.clear_all()
+        batch[0].request.chunks.hot.clear_all()
         for answer in batch:
             answer.request.free_kept()
         for answer in batch:

@@ -15,7 +15,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.memory import MemoryStore
 from tests.support.costs import ONE_PASS, TOKENS_ONLY
 from tests.support.covering import covering
 from tests.support.models import tiny_model

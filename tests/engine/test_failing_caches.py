@@ -22,7 +22,7 @@ from samkv_integrations.errors import (
 from samkv_integrations.prompt.resolve import OnMiss
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
-from samkv_integrations.store.base import MemoryChunk
+from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.upkeep import verify
 from tests.support.covering import covering
 from tests.support.handles import issued
