@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from samkv_integrations.chunks.chunk import (
     FORMAT_VERSION,
-    NUMBER_BYTES,
     ArrayKind,
     CacheArray,
     CacheShape,

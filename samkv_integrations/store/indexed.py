@@ -73,6 +73,7 @@ class IndexedStore(Store):
     there are those for commands, and for what links records and caches.
     """
 
+    namespace: str = ""
     path: Path | None = None
 
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
