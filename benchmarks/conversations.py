@@ -54,7 +54,7 @@ from samkv_integrations.methods import get_method
 from samkv_integrations.methods.base import with_option
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.scheduler import Scheduler
-from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.memory import MemoryStore
 
 CONVERSATIONS = Path(__file__).with_name("data") / "conversations.jsonl"
 SEARCH_AGAIN = 4

@@ -28,8 +28,8 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     DEVICE_BATCH_TOKENS,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.memory import MemoryStore
 
 
 def batches_of(model: Model, texts: Sequence[str]) -> list[list[str]]:

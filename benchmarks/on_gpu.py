@@ -48,8 +48,8 @@ from samkv_integrations.runtimes.transformers.entries.quantise import EntryForma
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.static_step import Graphs
-from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.memory import MemoryStore
 
 ROOT = Path(__file__).parents[1]
 TINY: Mapping[str, Any] = {

@@ -22,15 +22,23 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from benchmarks.commands import markdown_table as table
 from benchmarks.models import random_model
 from benchmarks.run_settings import machine
 from samkv_integrations import ChunkStore
-from samkv_integrations.chunks.chunk import BlockMeans, ChunkCache, ChunkStatistics, Fingerprint
+from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    BlockMeans,
+    ChunkStatistics,
+    cache_of,
+    cache_shape,
+    entry_format_of,
+)
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store import upkeep
 
@@ -100,7 +108,7 @@ def random_chunk(
     store: ChunkStore, text: str, ids: Sequence[int], made_by: Fingerprint, *, seed: int
 ) -> ChunkCache:
     """A chunk of the right shapes whose content follows from the seed."""
-    n_tokens, form = len(ids), made_by.entry_format
+    n_tokens, form = len(ids), entry_format_of(made_by)
     blocks = made_by.scheme.of(n_tokens)
     n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
     n_middle = len(blocks.middle_blocks)
@@ -113,11 +121,9 @@ def random_chunk(
         return torch.rand(shape, generator=random) + 0.5
 
     middle = torch.full((n_layers,), blocks.middle_blocks.start if n_middle else -1)
-    return ChunkCache(
-        key=store.key(made_by, ids),
-        fingerprint=made_by,
-        text=text,
-        token_ids=torch.tensor(ids, dtype=torch.int32),
+    return cache_of(
+        ChunkRef(key=store.key(made_by, ids), text=text, token_ids=tuple(ids)),
+        made_by,
         entries=codes(n_layers, n_tokens, form.n_bytes),
         key_range=numbers(n_layers, *form.range_shape(n_tokens)).half(),
         local_query=numbers(n_layers, made_by.n_heads, dim),
@@ -143,16 +149,14 @@ def version_in(store: ChunkStore, number: int, made_by: Fingerprint = TINY) -> i
     try:
         with store.open(key, made_by, ids_of(number)) as opened:
             opened.verify()
-            n_layers, form = made_by.n_layers, made_by.entry_format
-            entries = torch.empty(n_layers, opened.n_tokens, form.n_bytes, dtype=torch.uint8)
+            entries = np.empty(cache_shape(made_by, opened.n_tokens).entries, np.uint8)
             opened.read_layers(0, list(entries))
             version = int(entries[0, 0, 0])
             expected = chunk_of(store, number, version, made_by)
-            is_same = [
-                torch.equal(entries, expected.entries),
-                torch.equal(opened.key_range(), expected.key_range),
-                torch.equal(opened.local_query(), expected.local_query),
-                torch.equal(opened.block_means().codes, expected.block_means.codes),
+            is_same = [np.array_equal(entries, expected.entries)]
+            is_same += [
+                np.array_equal(opened.array(name).data, array.data)
+                for name, array in expected.on_demand.items()
             ]
     except CacheMiss as miss:
         if miss.reason != "absent":

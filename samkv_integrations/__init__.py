@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from samkv_integrations.report import Report, Total
     from samkv_integrations.serving.listeners import AnswerEnded, collect_reports
     from samkv_integrations.serving.stream import Answer, AnswerStream
-    from samkv_integrations.store.base import MemoryStore
     from samkv_integrations.store.disk import ChunkStore
+    from samkv_integrations.store.memory import MemoryStore
 
 __all__ = [
     "EVICTIONS",

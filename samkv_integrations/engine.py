@@ -25,6 +25,7 @@ from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.transformers.costs import keep_costs, kept_costs, measure
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import entry_format_of
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.passes.decode import force
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy, prefix_ids
@@ -35,7 +36,9 @@ from samkv_integrations.serving.listeners import Audience, Listener, collect_ans
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.serving.tracing import trace_answer
-from samkv_integrations.store.base import MemoryStore, Store
+
+from samkv_integrations.store.indexed import IndexedStore
+from samkv_integrations.store.memory import MemoryStore
 
 
 class Engine:
@@ -56,7 +59,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        store: Store | None = None,
+        store: IndexedStore | None = None,
         *,
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
@@ -81,7 +84,7 @@ class Engine:
         }  # fmt: skip
         check_options(EngineOptions, given)
         self.model = model
-        self.store: Store = MemoryStore() if store is None else store
+        self.store: IndexedStore = MemoryStore() if store is None else store
         self.method, self.store_bits, self.tuned = choices_of(
             model, self.store, method, eviction, store_bits
         )
@@ -97,6 +100,7 @@ class Engine:
             hot_bytes=hot_bytes, run=partial(self.scheduler.run, may_pause=True),
             on_change=self.prefixes.clear,
         )  # fmt: skip
+        self.chunks.hot.join(self.scheduler.hot_chunks)
         self.prefix_bytes, self.hot_bytes = prefix_bytes, hot_bytes
         self._schemas = SchemaReader()
         self._reader = PromptReader(model, self.store, self.chunks.outage)
@@ -105,7 +109,7 @@ class Engine:
     def from_pretrained(
         cls,
         name: str,
-        store: Store | None = None,
+        store: IndexedStore | None = None,
         *,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
@@ -445,6 +449,8 @@ class Engine:
 
         Takes some seconds. Raises StoreError if the store cannot be written.
         """
-        self.costs = self.scheduler.run(partial(measure, self.model, self.fingerprint.entry_format))
+        self.costs = self.scheduler.run(
+            partial(measure, self.model, entry_format_of(self.fingerprint))
+        )
         keep_costs(self.model, self.store, self.costs)
         return self.costs

@@ -32,8 +32,6 @@ from samkv_integrations.chroma.records import (
 from samkv_integrations.chunks.caching import progress_bar
 from samkv_integrations.chunks.chunk import ChunkRef, normalise
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
-from samkv_integrations.store.disk import ChunkStore
-from samkv_integrations.store.folder import reconcile
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
@@ -70,7 +68,7 @@ class ChromaLink:
     def __init__(self, collection: Collection, engine: Engine) -> None:
         self._records = Records(collection)
         self.engine = engine
-        if self._records.folder is not None and isinstance(engine.store, ChunkStore):
+        if self._records.folder is not None and engine.store.path is not None:
             folder, caches = Path(self._records.folder).resolve(), engine.store.path.resolve()
             if caches.is_relative_to(folder):
                 raise InvalidOption(
@@ -276,7 +274,7 @@ class ChromaLink:
             "the records of collection %r that were looked at have no chunk cache in %s (namespace "
             "%r, model %r): prompts find nothing of them. Next step: give cache_existing=True, or "
             "call kv_link.sync(), or run 'samkv store sync'",
-            self.collection.name, store.path if isinstance(store, ChunkStore) else "memory",
+            self.collection.name, store.where,
             store.namespace, self.engine.model.name,
         )  # fmt: skip
 
@@ -311,11 +309,10 @@ class ChromaLink:
         began = time.perf_counter()
         done = {field.name: 0 for field in fields(SyncResult) if field.name != "seconds"}
         referenced: set[str] = set()
-        if isinstance(self.engine.store, ChunkStore):
-            # A killed process may have written a file and not indexed it. A folder that can only be
-            # read fails below, if there is anything to write.
-            with suppress(StoreError):
-                reconcile(self.engine.store.files)
+        # A killed process may have written a file and not indexed it. A folder that can only be
+        # read fails below, if there is anything to write.
+        with suppress(StoreError):
+            self.engine.store.reconcile()
         # All ids at once. With pages by number a deletion meanwhile would hide a record.
         ids = self._records.ids(None)
         desc = f"syncing {self.collection.name}"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors
 from samkv_integrations.errors import InvalidOption, StoreError
-from samkv_integrations.store.base import Store
-from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.indexed import IndexedStore
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection
@@ -256,19 +255,15 @@ class Ownership:
     its place. A database in memory writes no note, because it ends with its process.
     """
 
-    def __init__(self, store: Store, records: Records) -> None:
+    def __init__(self, store: IndexedStore, records: Records) -> None:
         self._namespace, self._records, self._place = store.namespace, records, records.place
         name = hashlib.blake2b(store.namespace.encode(), digest_size=8).hexdigest()
         self._note = f"chroma-owner-{name}"
-        shared = store.shared if isinstance(store, ChunkStore) else None
-        self._notes = shared or store  # machines that share caches share the note as well
-        self._is_shared, self._where, self._file = shared is not None, "memory", self._note
-        if shared is not None:
-            self._where, self._file = shared.url, shared.note_url(self._note)
-            if records.folder is not None:  # machines have folders of the same name
-                self._place += f" on {socket.gethostname()}"
-        elif isinstance(store, ChunkStore):
-            self._where, self._file = str(store.path), str(store.path / f"{self._note}.json")
+        self._notes = notes = store.notes  # machines that share caches share the note as well
+        self._is_shared = store.remote_url is not None
+        self._where, self._file = notes.where, notes.note_place(self._note)
+        if self._is_shared and records.folder is not None:
+            self._place += f" on {socket.gethostname()}"  # machines have folders of the same name
 
     def claim(self) -> None:
         """Check that the caches belong to this database, and write that into the note.

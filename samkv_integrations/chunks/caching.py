@@ -36,6 +36,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     PUBLISHED_STABLE_LAYERS,
     stable_layers,
 )
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_shape, statistics
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.passes.prefill import (
@@ -46,10 +47,11 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     prefill,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryChunk, Outage, Store, StoredChunk
+from samkv_integrations.store.base import Outage, Store, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
-from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.index import bytes_of
+from samkv_integrations.store.indexed import require
+from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.windows import MIN_RUN
 
 Depth = Literal["exists", "opens", "whole"]
@@ -114,7 +116,7 @@ class ReleasedCaches:
             if n_cleared != self.n_cleared:
                 return False
             held = [*self._caches.values(), cache]
-            if sum(each.entries.nbytes + each.key_range.nbytes for each in held) > RELEASED_BYTES:
+            if sum(each.shape.n_bytes for each in held) > RELEASED_BYTES:
                 return False
             self._caches[cache.key] = cache
             if self._timer is None:
@@ -224,7 +226,7 @@ class Chunks:
         )  # raises
         self.model, self.prefix = model, prefix
         self.store, self._store_bits, self._scheme = store, store_bits, scheme
-        max_bytes = hot_budget(model, hot_bytes) if isinstance(store, ChunkStore) else 0
+        max_bytes = hot_budget(model, hot_bytes) if store.path is not None else 0
         self.hot = HotChunks(store, max_bytes, model.layer_devices)
         self._run, self._on_change = run, on_change
         self.outage = Outage()
@@ -381,8 +383,9 @@ class Chunks:
     def _is_there(self, ref: ChunkRef, depth: Depth) -> bool:
         if depth == "exists":
             return self.store.contains(ref.key, self.fingerprint)
-        if depth == "whole" and self.store.is_elsewhere(ref.key, self.fingerprint):
-            return True  # in the remote tier: verified when it is opened
+        if depth == "whole" and not self.store.contains(ref.key, self.fingerprint, here=True):
+            if self.store.contains(ref.key, self.fingerprint):
+                return True  # in the remote tier: verified when it is opened
         try:
             with self.store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
                 if depth == "whole":
@@ -544,7 +547,7 @@ class Chunks:
         is -1, and nothing is stored. Memory of what others have deleted is freed, too.
         """
         with suppress(StoreError):
-            found = self.store.index.deletions(self.store.namespace)
+            found = self.store.deletions()
             self.hot.follow(found)
             return found
         return -1
@@ -573,7 +576,7 @@ class Chunks:
         """Warn once if there are caches in the store, but none for this engine."""
         with self.outage.survived():
             try:
-                self.store.require(self.fingerprint)
+                require(self.store, self.fingerprint)
             except FingerprintMismatch as error:
                 _log.warning("no cache is used: %s. This is said once", error)
                 self._has_looked = True
@@ -593,8 +596,7 @@ class Chunks:
         """
         n_cleared, keeps = self._released.n_cleared, not is_final
         for key in keys:
-            is_here = keeps and self.store.contains(key, self.fingerprint)
-            if is_here and not self.store.is_elsewhere(key, self.fingerprint):
+            if keeps and self.store.contains(key, self.fingerprint, here=True):
                 with suppress(CacheMiss), self.store.open(key, self.fingerprint) as stored:
                     keeps = self._released.add(stored.chunk(), n_cleared)
         try:
@@ -621,12 +623,13 @@ class Chunks:
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:
         """Bytes that the files of these chunks take, whether or not they exist; each key once."""
-        made_by, namespace = self.fingerprint, self.store.namespace
-        named = {ref.key: ref for ref in chunks}
-        return sum(
-            FileLayout.of(made_by, len(ref.token_ids), namespace, ref.text).file_size(key)
-            for key, ref in named.items()
-        )
+        made_by, namespace, n_bytes = self.fingerprint, self.store.namespace, 0
+        for key, ref in {ref.key: ref for ref in chunks}.items():
+            n_tokens = len(ref.token_ids)
+            shape = cache_shape(made_by, n_tokens)
+            layout = FileLayout.of(made_by, n_tokens, namespace, ref.text, shape)
+            n_bytes += layout.file_size(key)
+        return n_bytes
 
     # -- statistics -------------------------------------------------------------------------
 
@@ -647,7 +650,7 @@ class Chunks:
             votes = []  # (L,) bool each
             for key in keys if len(keys) >= MIN_CHUNKS else ():
                 with suppress(CacheMiss), self.store.open(key, self.fingerprint) as chunk:
-                    votes.append(chunk.statistics().stable)
+                    votes.append(statistics(chunk).stable)
             self._stable_layers = stable_layers(
                 model.n_layers, torch.stack(votes) if votes else None
             )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from math import prod
+from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 
 FORMAT_VERSION = 5
 SECRET_BYTES = 32
@@ -140,19 +138,6 @@ class Fingerprint:
     def scheme(self) -> BlockScheme:
         return BlockScheme(size=self.block_size, n_init=self.n_init, n_local=self.n_local)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @cached_property
-    def entry_format(self) -> EntryFormat:
-        return EntryFormat(
-            bits=self.store_bits, n_kv_heads=self.n_kv_heads, head_dim=self.head_dim,
-            dtype=self.torch_dtype,
-        )  # fmt: skip
-
     @cached_property
     def digest(self) -> str:
         """32 hex digits that name this fingerprint on disk.
@@ -215,54 +200,84 @@ class ChunkRef:
     state: Literal["cached", "missed"] = "missed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkStatistics:
-    """What a chunk's attention to itself says about its blocks (paper: Appendix A).
+NUMBER_BYTES: Mapping[str, int] = {
+    "U8": 1, "I8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4, "F64": 8,
+}  # fmt: skip
+"""Bytes of a number of each dtype that an array may have, by its name in safetensors."""
 
-    block_max: (L,) int32, middle block of the highest importance, -1 without a middle.
-    block_min: (L,) int32, middle block of the highest unimportance, -1 without a middle.
-    outliers: (L, T) bool, middle tokens whose alpha is below the layer's mean by 3 sigma.
-    stable: (L,) bool, layers in which the chunk's leading block stands out (Appendix A.2).
+
+class ArrayKind(NamedTuple):
+    """Dtype, one of `NUMBER_BYTES`, and shape of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * NUMBER_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CacheArray:
+    """One array of a cache. A store keeps its bytes; a runtime knows what the numbers mean.
+
+    data: (kind.n_bytes,) uint8, of little-endian numbers, row-major.
     """
 
-    block_max: Tensor
-    block_min: Tensor
-    outliers: Tensor
-    stable: Tensor
+    kind: ArrayKind
+    data: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockMeans:
-    """Mean un-rotated key of each of the Nm middle blocks, in 8 bits.
+class CacheShape:
+    """The arrays of a cache, without their content. The runtime that computes caches defines them.
 
-    codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Anchor blocks need
-    none, because their tokens are always loaded.
+    at_opening: by name, those that a reader needs first. on_demand: those that are read when they
+    are asked for. No name is in both.
+    entries: (L, T, E), see `ChunkCache`.
     """
 
-    codes: Tensor
-    scale: Tensor
+    at_opening: Mapping[str, ArrayKind]
+    on_demand: Mapping[str, ArrayKind]
+    entries: tuple[int, int, int]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all arrays and entries."""
+        arrays = (*self.at_opening.values(), *self.on_demand.values())
+        return prod(self.entries) + sum(kind.n_bytes for kind in arrays)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkCache:
     """The cache of one chunk, in memory and on the CPU.
 
     token_ids: (T,) int32.
-    entries: (L, T, E) uint8, KV entries in the layout of `EntryFormat`, keys un-rotated.
-    key_range: (L, N, 2, G, D) float16, scale and offset of each key channel in each of N groups of
-        tokens, see `EntryFormat`; N is 0 with 16 bits.
-    local_query: (L, H, D) in the model's dtype, mean un-rotated query of the local blocks' tokens.
+    at_opening, on_demand: arrays by name, see `CacheShape`.
+    entries: (L, T, E) uint8, the KV entries of T tokens at L layers, E bytes each.
     """
 
     key: str
     fingerprint: Fingerprint
     text: str
-    token_ids: Tensor
-    entries: Tensor
-    key_range: Tensor
-    local_query: Tensor
-    statistics: ChunkStatistics
-    block_means: BlockMeans
+    token_ids: NDArray[np.int32]
+    at_opening: Mapping[str, CacheArray]
+    on_demand: Mapping[str, CacheArray]
+    entries: NDArray[np.uint8]
+
+    def array(self, name: str) -> CacheArray:
+        """An array by its name."""
+        found = self.at_opening.get(name)
+        return self.on_demand[name] if found is None else found
+
+    @cached_property
+    def shape(self) -> CacheShape:
+        n_layers, n_tokens, n_bytes = self.entries.shape
+        return CacheShape(
+            at_opening={name: array.kind for name, array in self.at_opening.items()},
+            on_demand={name: array.kind for name, array in self.on_demand.items()},
+            entries=(n_layers, n_tokens, n_bytes),
+        )
 
     @cached_property
     def n_tokens(self) -> int:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from samkv_integrations.frameworks.engine_args import ModelSource
     from samkv_integrations.methods import Method
     from samkv_integrations.methods.eviction import Eviction
-    from samkv_integrations.store.base import Store
     from samkv_integrations.store.disk import ChunkStore
+    from samkv_integrations.store.indexed import IndexedStore
 
 BUILTIN = "builtin"
 
@@ -303,6 +303,7 @@ class Index(Collections):
         its caches are another model's.
         """
         from samkv_integrations.chroma.link import ChromaLink
+        from samkv_integrations.store.indexed import require
 
         database = self.database
         opened = [database.collection(name) for name in names]
@@ -310,7 +311,7 @@ class Index(Collections):
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
-        engine.store.require(engine.fingerprint)
+        require(engine.store, engine.fingerprint)
         return [ChromaLink(one, engine) for one in opened]
 
 
@@ -318,7 +319,7 @@ _NOTE = "ingested"
 
 
 def remember(
-    folder: Path, store: Store, place: tuple[str, str], ingested: Ingested
+    folder: Path, store: IndexedStore, place: tuple[str, str], ingested: Ingested
 ) -> Ingested | None:
     """Keep the settings of a collection's ingest beside the caches; returns those before."""
     before = _remembered(folder / "kv")

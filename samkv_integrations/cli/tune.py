@@ -55,6 +55,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         with_documents,
     )
     from samkv_integrations.runtimes.transformers.costs import name_of
+    from samkv_integrations.store.indexed import require
 
     given, lose, most = read_questions(tuning.questions), tuning.lose, retrieval.max_new_tokens
     with_gold = [one for one in given if one.has_gold]
@@ -73,7 +74,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     made = index.engine(as_before)  # whose memory would change what is measured
     engine = Engine(made.model, made.store, scheduler=made.scheduler, prefix_bytes=0)
     store = cast("ChunkStore", engine.store)
-    store.require(engine.fingerprint)
+    require(store, engine.fingerprint)
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
     settings = candidates(engine.model.name, engine.store_bits)
     methods = {label: setting.to_method() for label, setting in settings.items()}

@@ -118,21 +118,18 @@ def engine_of(source: ModelSource) -> Engine:
 
 def facts_of(engine: Engine) -> dict[str, Any]:
     """The settings of an engine, under the names of an LLM's fields: field -> value."""
-    from samkv_integrations.store.disk import ChunkStore
-
-    store = engine.store if isinstance(engine.store, ChunkStore) else None
+    store = engine.store
     return {
         "model_name": engine.model.name,
-        "kv_dir": str(store.path) if store else None,
-        "kv_remote": store.shared.url if store and store.shared else None,
-        "namespace": engine.store.namespace,
+        "kv_dir": str(store.path) if store.path else None,
+        "kv_remote": store.remote_url,
+        "namespace": store.namespace,
         **{name: getattr(engine, name) for name in OWN_ENGINE_OPTIONS},
     }
 
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
     """Raises InvalidOption if another argument in ``source`` contradicts the given engine."""
-    from samkv_integrations.store.disk import ChunkStore
     from samkv_integrations.store.index import bytes_of
 
     for name in ("model", "tokenizer"):
@@ -145,7 +142,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     if folder and kv_dir and Path(folder).resolve() == Path(kv_dir).resolve():
         facts["kv_dir"] = kv_dir
     _require_same(source, engine.model, facts)
-    if not isinstance(engine.store, ChunkStore):
+    if engine.store.path is None:
         _require_no("max_bytes", of=source)
     elif source.max_bytes is not None:  # a limit of the store, not of the engine
         before, quota = engine.store.index.budget()

@@ -23,7 +23,7 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     unrotate,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.indexed import IndexedStore
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference that rounding may cause, as a share of the largest number compared."""
@@ -61,7 +61,7 @@ class Check:
         return {"check": self.name, "ok": self.ok, "detail": self.detail}
 
 
-def examine(model: Model, store: ChunkStore | None = None) -> Iterator[Check]:
+def examine(model: Model, store: IndexedStore | None = None) -> Iterator[Check]:
     """Yields the checks of ``model`` one by one.
 
     store: where the measured costs are kept; nothing else is written to disk.
@@ -193,6 +193,6 @@ def speed_advice(engine: Engine) -> Check:
             verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
             break
     kept = "not kept: give --dir for that"
-    if isinstance(engine.store, ChunkStore):
+    if engine.store.path is not None:
         kept = f"kept in {engine.store.path}"
     return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")

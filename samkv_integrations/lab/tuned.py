@@ -26,9 +26,8 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     check_store_bits,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import Store
-from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.folder import read_small, write_file
+from samkv_integrations.store.indexed import IndexedStore
 
 TUNED_FILE = "samkv.toml"
 
@@ -98,7 +97,7 @@ class _File(BaseModel):
 
 def choices_of(
     model: Model,
-    store: Store,
+    store: IndexedStore,
     method: str | Method | None,
     eviction: str | Eviction | None,
     store_bits: int | None,
@@ -110,7 +109,7 @@ def choices_of(
     """
     get_eviction(eviction)
     entry, bits = None, store_bits
-    if (method is None or bits is None) and isinstance(store, ChunkStore):
+    if (method is None or bits is None) and store.path is not None:
         entry = read_tuned(store.path).get(model.name)
     if bits is None:
         bits = DEFAULT_STORE_BITS if entry is None else entry.store_bits

@@ -23,7 +23,6 @@ from samkv_integrations.plan.kept_sequences import LEAST, KeptSequence
 from samkv_integrations.plan.request import FirstToken, Request
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Numbers
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.eviction.base import DroppingEviction, SparseEviction
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.papers.base import (
@@ -73,7 +72,7 @@ def first_token(request: Request) -> FirstToken:
         except ChunkLost as lost:
             resolved.lose(lost.chunk, lost.miss)
         except torch.OutOfMemoryError as error:
-            HotChunks.clear_all()
+            request.chunks.hot.clear_all()
             request.free_kept()
             if is_last:
                 raise OutOfMemory.on(request.model.device) from error
@@ -177,7 +176,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     if whole:
         rule = whole_rule
         # quantised entries are never exact, wherever their chunk stands
-        is_rounded = fingerprint.entry_format.is_quantised
+        is_rounded = fingerprint.store_bits < 16
         everything = RecomputeAll() if is_rounded else RecomputeInexact()
         method = replace(
             method, select=SelectAll(), recompute=everything, update=None, eviction=None

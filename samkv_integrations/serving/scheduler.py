@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import Sampler
 from samkv_integrations.serving.draft import PromptLookup
 from samkv_integrations.serving.static_step import Graphs
+
+if TYPE_CHECKING:
+    from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 
 _Made = TypeVar("_Made")
 
@@ -354,6 +358,7 @@ class Scheduler:
         self.model = model
         self.limits = limits or Limits()
         self.graphs: Graphs | None = None
+        self.hot_chunks: WeakSet[HotChunks] = WeakSet()  # of the engines that share the scheduler
         self._starting = threading.Lock()
         self._thread: _Thread | None = None
 
@@ -697,7 +702,7 @@ class _Thread:
         self._step_s = self._step_ended - began
         if is_done:
             return True
-        HotChunks.clear_all()
+        batch[0].request.chunks.hot.clear_all()
         for answer in batch:
             answer.request.free_kept()
         for answer in batch:

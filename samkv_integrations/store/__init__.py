@@ -1,10 +1,9 @@
-"""Chunk caches: what is kept of a chunk, and where.
+"""Where chunk caches are kept: bytes, of which a runtime knows the meaning.
 
-- What a chunk is: `chunk`; its attention statistics: `attention_stats`; how it is found in prompts:
-  `windows`.
-- `formats`: how keys and values are stored in few bits, and a kernel that reads them on a GPU.
-- `files`: chunk files: the format of one, atomic writes, and the folder of all.
-- `index`: the index of these files, an SQLite database that is rebuilt from them.
-- Stores: `store` (the contract, and one in memory), `disk`; `upkeep` maintains one on disk.
-- `remote`: the remote tier, which machines share.
+- `base`: the contracts of a store and of an opened cache.
+- `indexed`: a store with an index; `memory` and `disk` are two. `upkeep` maintains one on disk.
+- `chunk_file`, `folder`: the format of a chunk's file, atomic writes, and the folder of all.
+- `index`, on `database`: the index of these files, an SQLite database that is rebuilt from them.
+- `windows`: how chunks are found in prompts.
+- `tier`, on `objects`: the remote tier, which machines share.
 """

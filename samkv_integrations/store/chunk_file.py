@@ -1,7 +1,7 @@
 """The file of one chunk cache: its layout, writing and reading. docs/format.md specifies it.
 
 It is a valid safetensors file. It is written here and not by that library, because the order of the
-tensors decides how many reads a request needs.
+arrays decides how many reads a request needs.
 """
 
 from __future__ import annotations
@@ -11,56 +11,38 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
-from ctypes import c_ubyte
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
 from hmac import compare_digest
 from io import FileIO
-from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 from blake3 import blake3
-from torch import Tensor
+from numpy.typing import NDArray
 
 from samkv_integrations.chunks.chunk import (
     FORMAT_VERSION,
-    BlockMeans,
+    ArrayKind,
+    CacheArray,
+    CacheShape,
     ChunkBlocks,
     ChunkCache,
-    ChunkStatistics,
     Fingerprint,
 )
 from samkv_integrations.errors import CacheMiss
 
-INDEX = (
-    "token_ids", "block_max", "block_min", "stable", "outliers", "text", "local_query",
-    "summary_codes", "summary_scale", "key_range",
-)  # fmt: skip
-"""Tensors before the entries, in file order; each is a region with a MAC."""
-
 MAC_BYTES = 16
-_FIRST_BLOCK = 1 + len(INDEX)  # number of the region
 _FILE_PURPOSE = b"samkv file"  # tells these hashes from those of keys, with the same secret
 
-_DTYPE_NAMES = {
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-}
 
+class ArrayPlace(NamedTuple):
+    """An array of the file; its bytes are ``[start, stop)``, counted from the end of the header."""
 
-@dataclass(frozen=True, kw_only=True)
-class TensorPlace:
-    """A tensor of the file; its bytes are ``[start, stop)``, counted from the end of the header."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    kind: ArrayKind
     start: int
     stop: int
 
@@ -69,60 +51,66 @@ class TensorPlace:
 class FileLayout:
     """The layout of a chunk's file.
 
-    It follows from these fields alone: a reader computes it, rather than trust the file's table.
-
-    n_text: bytes of the chunk's text, see `text_bytes`.
+    n_text: bytes of the chunk's text, see `text_bytes`. shape: the arrays of its cache.
     """
 
     fingerprint: Fingerprint
     n_tokens: int
     namespace: str
     n_text: int
+    shape: CacheShape
 
     @classmethod
-    def of(cls, fingerprint: Fingerprint, n_tokens: int, namespace: str, text: str) -> FileLayout:
+    def of(
+        cls, fingerprint: Fingerprint, n_tokens: int, namespace: str, text: str, shape: CacheShape
+    ) -> FileLayout:
         """The layout of the file of a chunk with this text."""
         return cls(
             fingerprint=fingerprint, n_tokens=n_tokens, namespace=namespace,
-            n_text=len(text_bytes(text)),
+            n_text=len(text_bytes(text)), shape=shape,
         )  # fmt: skip
+
+    @classmethod
+    def of_cache(cls, chunk: ChunkCache, namespace: str) -> FileLayout:
+        """The layout of the file of a cache."""
+        return cls.of(chunk.fingerprint, chunk.n_tokens, namespace, chunk.text, chunk.shape)
 
     @cached_property
     def blocks(self) -> ChunkBlocks:
         return self.fingerprint.scheme.of(self.n_tokens)
 
     @cached_property
-    def tensors(self) -> dict[str, TensorPlace]:
-        """The place of each tensor by name, in file order."""
-        made_by, blocks, n_blocks = self.fingerprint, self.blocks, self.blocks.n_blocks
-        n_middle = blocks.middle_blocks.stop - blocks.middle_blocks.start
-        n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
-        entries = made_by.entry_format
-        table = {
-            "macs": (torch.uint8, (_FIRST_BLOCK + n_layers * (n_blocks + 1), MAC_BYTES)),
-            "token_ids": (torch.int32, (self.n_tokens,)),
-            "block_max": (torch.int32, (n_layers,)),
-            "block_min": (torch.int32, (n_layers,)),
-            "stable": (torch.uint8, (n_layers,)),
-            "outliers": (torch.uint8, (n_layers, self.n_tokens)),
-            "text": (torch.uint8, (self.n_text,)),
-            "local_query": (made_by.torch_dtype, (n_layers, made_by.n_heads, dim)),
-            "summary_codes": (torch.int8, (n_layers, n_middle, n_groups, dim)),
-            "summary_scale": (torch.float16, (n_layers, n_middle, n_groups)),
-            "key_range": (torch.float16, (n_layers, *entries.range_shape(self.n_tokens))),
-            "entries": (torch.uint8, (n_layers, self.n_tokens, entries.n_bytes)),
+    def index(self) -> tuple[str, ...]:
+        """The arrays between MACs and entries, in file order; each is a region with a MAC."""
+        return ("token_ids", *self.shape.at_opening, "text", *self.shape.on_demand)
+
+    @property
+    def first_block(self) -> int:
+        """The number of the region that holds the first block's entries."""
+        return 1 + len(self.index)
+
+    @cached_property
+    def arrays(self) -> dict[str, ArrayPlace]:
+        """The place of each array by name, in file order."""
+        n_regions = self.first_block + self.shape.entries[0] * (self.blocks.n_blocks + 1)
+        kinds = {
+            "macs": ArrayKind(dtype="U8", shape=(n_regions, MAC_BYTES)),
+            "token_ids": ArrayKind(dtype="I32", shape=(self.n_tokens,)),
+            **self.shape.at_opening,
+            "text": ArrayKind(dtype="U8", shape=(self.n_text,)),
+            **self.shape.on_demand,
+            "entries": ArrayKind(dtype="U8", shape=self.shape.entries),
         }
         places, start = {}, 0
-        for name, (dtype, shape) in table.items():
-            stop = start + prod(shape) * dtype.itemsize
-            places[name] = TensorPlace(dtype=dtype, shape=shape, start=start, stop=stop)
-            start = stop
+        for name, kind in kinds.items():
+            places[name] = ArrayPlace(kind, start, start + kind.n_bytes)
+            start = places[name].stop
         return places
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors together, without the header."""
-        return self.tensors["entries"].stop
+        """Bytes of all arrays together, without the header."""
+        return self.arrays["entries"].stop
 
     def file_size(self, key: str) -> int:
         """Bytes of the file."""
@@ -131,17 +119,17 @@ class FileLayout:
     @cached_property
     def layer_bytes(self) -> int:
         """Bytes of the entries of one layer."""
-        return self.n_tokens * self.fingerprint.entry_format.n_bytes
+        return self.n_tokens * self.shape.entries[2]
 
     @cached_property
     def block_places(self) -> list[tuple[int, int]]:
         """For each block: offset in the entries of a layer, and length, in bytes."""
-        n_bytes = self.fingerprint.entry_format.n_bytes
+        n_bytes = self.shape.entries[2]
         spans = map(self.blocks.span, range(self.blocks.n_blocks))
         return [(first * n_bytes, (last - first) * n_bytes) for first, last in spans]
 
     def header(self, key: str) -> bytes:
-        """The bytes before the tensors: length, and JSON padded to a multiple of 8 bytes."""
+        """The bytes before the arrays: length, and JSON padded to a multiple of 8 bytes."""
         fields = json.dumps(asdict(self.fingerprint), sort_keys=True, separators=(",", ":"))
         table: dict[str, object] = {
             "__metadata__": {
@@ -154,15 +142,46 @@ class FileLayout:
                 "n_text": str(self.n_text),
             }
         }
-        for name, place in self.tensors.items():
+        for name, place in self.arrays.items():
             table[name] = {
-                "dtype": _DTYPE_NAMES[place.dtype],
-                "shape": list(place.shape),
+                "dtype": place.kind.dtype,
+                "shape": list(place.kind.shape),
                 "data_offsets": [place.start, place.stop],
             }
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
+
+
+def layout_in(header: Mapping[str, Any]) -> FileLayout:
+    """The layout that a file's JSON describes, whose MAC is right.
+
+    Raises one of `BAD_JSON` if its arrays do not follow one another without holes, are not those
+    that every file has, or do not fit the chunk.
+    """
+    table = dict(header)
+    said = table.pop("__metadata__")
+    kinds = {name: ArrayKind(a["dtype"], tuple(map(int, a["shape"]))) for name, a in table.items()}
+    names = list(kinds)
+    if names[:2] != ["macs", "token_ids"] or names[-1] != "entries":
+        raise ValueError("arrays in another order")
+    at, (n_layers, n_tokens, n_bytes) = names.index("text"), kinds["entries"].shape
+    layout = FileLayout(
+        fingerprint=Fingerprint(**json.loads(said["fingerprint_fields"])),
+        n_tokens=int(said["n_tokens"]), n_text=int(said["n_text"]), namespace=said["namespace"],
+        shape=CacheShape(
+            at_opening={name: kinds[name] for name in names[2:at]},
+            on_demand={name: kinds[name] for name in names[at + 1 : -1]},
+            entries=(n_layers, n_tokens, n_bytes),
+        ),
+    )  # fmt: skip
+    if n_tokens != layout.n_tokens or n_layers != layout.fingerprint.n_layers:
+        raise ValueError("entries of another shape")
+    for name, place in layout.arrays.items():
+        is_there = table[name]["data_offsets"] == [place.start, place.stop]
+        if not is_there or kinds[name] != place.kind or min(place.kind.shape, default=0) < 0:
+            raise ValueError(f"{name} in another place or of another shape")
+    return layout
 
 
 def text_bytes(text: str) -> bytes:
@@ -191,29 +210,21 @@ def encode(chunk: ChunkCache, namespace: str, secret: bytes) -> Iterator[bytes |
 
     secret: of the store; the MACs are keyed with it.
     """
-    layout = FileLayout.of(chunk.fingerprint, chunk.n_tokens, namespace, chunk.text)
-    text = torch.empty(layout.n_text, dtype=torch.uint8)
-    byte_view(text)[:] = text_bytes(chunk.text)
-    tensors = {
-        "token_ids": chunk.token_ids,
-        "block_max": chunk.statistics.block_max,
-        "block_min": chunk.statistics.block_min,
-        "stable": chunk.statistics.stable.view(torch.uint8),
-        "outliers": chunk.statistics.outliers.view(torch.uint8),
-        "text": text,
-        "local_query": chunk.local_query,
-        "summary_codes": chunk.block_means.codes,
-        "summary_scale": chunk.block_means.scale,
-        "key_range": chunk.key_range,
-        "entries": chunk.entries,
+    layout = FileLayout.of_cache(chunk, namespace)
+    entries = byte_view(np.ascontiguousarray(chunk.entries))
+    content = {
+        "token_ids": byte_view(np.ascontiguousarray(chunk.token_ids)),
+        "text": memoryview(text_bytes(chunk.text)),
+        "entries": entries,
     }
-    for name, tensor in tensors.items():
-        place = layout.tensors[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == (place.dtype, place.shape), name
+    for name, array in (*chunk.at_opening.items(), *chunk.on_demand.items()):
+        content[name] = byte_view(array.data)
+    for name, data in content.items():
+        assert len(data) == layout.arrays[name].kind.n_bytes, name
 
     header = layout.header(chunk.key)
     key = file_key(header, secret)
-    *index, entries = (byte_view(tensor.detach().contiguous()) for tensor in tensors.values())
+    index = [content[name] for name in layout.index]
     regions: list[bytes | memoryview] = [header, *index, *_block_regions(layout, entries)]
     # whole layers too: a reader of all entries checks one MAC per layer, not one per block
     regions += [
@@ -235,17 +246,10 @@ def _block_regions(layout: FileLayout, entries: memoryview) -> list[memoryview]:
     ]
 
 
-def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, as bytes that can be read into.
-
-    NumPy gives the same, in three operations of torch.
-    """
-    if not tensor.numel():
-        return memoryview(bytearray())
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    memory = (c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # frees the memory with the last view
-    return memoryview(memory).cast("B")
+def byte_view(array: NDArray[Any]) -> memoryview:
+    """The memory of a contiguous array, as bytes that can be read into."""
+    assert array.flags.c_contiguous
+    return array.reshape(-1).view(np.uint8).data
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -256,8 +260,6 @@ BAD_JSON = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _MAX_VIEWS = 1024  # buffers of one read: IOV_MAX of Linux and macOS
-# Tensors that are read together, in file order.
-_STATISTICS = ("block_max", "block_min", "stable", "outliers")
 
 
 class NotAFile(OSError):
@@ -285,8 +287,8 @@ class ChunkFile:
     """A chunk file, opened; a `StoredChunk` that reads and checks only what is asked for.
 
     Opening verifies format version, fingerprint, key, namespace, file size, and the MACs of header,
-    token ids and statistics. Other regions are checked when they are read. Whatever is
-    wrong raises `CacheMiss`.
+    token ids and the arrays that are read at opening. Other regions are checked when they are read.
+    Whatever is wrong raises `CacheMiss`.
 
     Args:
         key, fingerprint, namespace: what the file must hold; None to take it from the file.
@@ -299,7 +301,7 @@ class ChunkFile:
     ) -> None:  # fmt: skip
         self.bytes_read = 0
         self._path, self._secret = path, secret
-        self._tensors: dict[str, Tensor] = {}
+        self._arrays: dict[str, CacheArray] = {}
         self._macs = b""
         self._let_go = False
         self._file = self._open()
@@ -307,11 +309,12 @@ class ChunkFile:
             self._opened = _identity(self._file)
             layout = self.layout = self._read_layout(key, fingerprint, namespace)
             self.fingerprint = fingerprint or layout.fingerprint
-            self.n_tokens, self.blocks = layout.n_tokens, layout.blocks
-            rest = bytearray((layout.tensors["macs"].shape[0] - 1) * MAC_BYTES)
+            self.n_tokens, self.blocks, self.size = layout.n_tokens, layout.blocks, layout.size
+            rest = bytearray(layout.arrays["macs"].stop - MAC_BYTES)
             self._read(MAC_BYTES, memoryview(rest))
             self._macs += bytes(rest)
-            self.token_ids, *_ = self._read_index("token_ids", *_STATISTICS)
+            self._read_arrays("token_ids", *layout.shape.at_opening)
+            self.token_ids = self._arrays["token_ids"].data.view("<i4")
         except BaseException:
             self.close()
             raise
@@ -341,7 +344,8 @@ class ChunkFile:
         self._header, self._macs = bytes(prefix + text), bytes(own_mac)
         self._mac_key = file_key(self._header, self._secret)
         try:
-            said = json.loads(text)["__metadata__"]
+            table = json.loads(text)
+            said = table["__metadata__"]
             version = said["format_version"]
         except BAD_JSON as error:
             raise self._corrupt("header") from error
@@ -349,16 +353,15 @@ class ChunkFile:
             detail = f"file of version {version[:20]}, this release reads {FORMAT_VERSION}"
             raise CacheMiss("format", f"{self._path}: {detail}")
         self._check([self._header], [0], "header")
-        # The MAC is right, so this code has written the header.
-        self.key = said["key"]
-        layout = FileLayout(
-            fingerprint=Fingerprint(**json.loads(said["fingerprint_fields"])),
-            n_tokens=int(said["n_tokens"]), n_text=int(said["n_text"]), namespace=said["namespace"],
-        )  # fmt: skip
+        try:
+            self.key, layout = str(said["key"]), layout_in(table)
+        except BAD_JSON as error:
+            raise self._corrupt(f"header ({error})") from error
         if size != len(self._header) + layout.size:
             raise self._corrupt("file size")
-        if fingerprint is not None and (found := layout.fingerprint.digest) != fingerprint.digest:
-            raise CacheMiss("fingerprint", f"{self._path}: {found}")
+        found = layout.fingerprint
+        if fingerprint not in (None, found) and fingerprint.digest != found.digest:
+            raise CacheMiss("fingerprint", f"{self._path}: {found.digest}")
         if key not in (None, self.key):
             raise CacheMiss("fingerprint", f"{self._path}: holds chunk {self.key}")
         if namespace not in (None, layout.namespace):
@@ -407,57 +410,40 @@ class ChunkFile:
     def _corrupt(self, what: str) -> CacheMiss:
         return CacheMiss("corrupt", f"{self._path}: {what}")
 
-    def _read_index(self, *names: str) -> list[Tensor]:
-        """Tensors that are neighbours in the file, read together, checked, and kept."""
-        if names[-1] not in self._tensors:
-            places = [self.layout.tensors[name] for name in names]
-            tensors = [torch.empty(place.shape, dtype=place.dtype) for place in places]
-            views = [byte_view(tensor) for tensor in tensors]
-            self._read(places[0].start, *views)
-            for name, view in zip(names, views, strict=True):
-                self._check([view], [1 + INDEX.index(name)], name)
-            self._tensors.update(zip(names, tensors, strict=True))
-        return [self._tensors[name] for name in names]
+    def _read_arrays(self, *names: str) -> None:
+        """Read arrays that are neighbours in the file together; check and keep them."""
+        layout = self.layout
+        read = [np.empty(layout.arrays[name].kind.n_bytes, np.uint8) for name in names]
+        views, first = [byte_view(data) for data in read], 1 + layout.index.index(names[0])
+        self._read(layout.arrays[names[0]].start, *views)
+        self._check(views, range(first, first + len(views)), ", ".join(names))
+        for name, data in zip(names, read, strict=True):
+            self._arrays[name] = CacheArray(kind=layout.arrays[name].kind, data=data)
 
-    def statistics(self) -> ChunkStatistics:
-        block_max, block_min, stable, outliers = self._read_index(*_STATISTICS)
-        return ChunkStatistics(
-            block_max=block_max, block_min=block_min,
-            outliers=outliers.view(torch.bool), stable=stable.view(torch.bool),
-        )  # fmt: skip
+    def array(self, name: str) -> CacheArray:
+        if name not in self._arrays:
+            self._read_arrays(name)
+        return self._arrays[name]
 
     def text(self) -> str:
-        return bytes(byte_view(self._read_index("text")[0])).decode(errors="surrogatepass")
+        return self.array("text").data.tobytes().decode(errors="surrogatepass")
 
-    def local_query(self) -> Tensor:
-        return self._read_index("local_query")[0]
-
-    def block_means(self) -> BlockMeans:
-        codes, scale = self._read_index("summary_codes", "summary_scale")
-        return BlockMeans(codes=codes, scale=scale)
-
-    def key_range(self) -> Tensor:
-        return self._read_index("key_range")[0]
-
-    def read_layers(self, first: int, out: Sequence[Tensor]) -> None:
+    def read_layers(self, first: int, out: Sequence[NDArray[np.uint8]]) -> None:
         layout = self.layout
-        n_layers, *shape = layout.tensors["entries"].shape
+        n_layers, *shape = layout.shape.entries
         assert first >= 0 and first + len(out) <= n_layers
-        assert all((o.dtype, list(o.shape)) == (torch.uint8, shape) for o in out)
-        assert all(o.is_contiguous() for o in out)
-        self.key_range()
+        assert all(o.dtype == np.uint8 and list(o.shape) == shape for o in out)
         layers = [byte_view(layer) for layer in out]
-        self._read(layout.tensors["entries"].start + first * layout.layer_bytes, *layers)
-        before = _FIRST_BLOCK + n_layers * len(layout.block_places) + first
+        self._read(layout.arrays["entries"].start + first * layout.layer_bytes, *layers)
+        before = layout.first_block + n_layers * len(layout.block_places) + first
         self._check(layers, range(before, before + len(layers)), "layer")
 
-    def read_blocks(self, layer: int, blocks: Sequence[int], out: Tensor) -> None:
-        # Called thousands of times per request, so there is no tensor operation in a loop.
+    def read_blocks(self, layer: int, blocks: Sequence[int], out: NDArray[np.uint8]) -> None:
         layout = self.layout
-        assert 0 <= layer < layout.fingerprint.n_layers and min(blocks, default=0) >= 0
-        assert out.dtype == torch.uint8
+        assert 0 <= layer < layout.shape.entries[0] and min(blocks, default=0) >= 0
+        assert out.dtype == np.uint8
         places, view = layout.block_places, byte_view(out)
-        base = layout.tensors["entries"].start + layer * layout.layer_bytes
+        base = layout.arrays["entries"].start + layer * layout.layer_bytes
         runs: list[list[int]] = []  # adjacent blocks: offset in the file, and range of `view`
         regions: list[tuple[int, int]] = []
         done = end = 0
@@ -470,29 +456,29 @@ class ChunkFile:
             end += n_bytes
             done += n_bytes
             runs[-1][2] = done
-        assert done == len(view), "the tensor must hold exactly the entries of the blocks"
+        assert done == len(view), "it must hold exactly the entries of the blocks"
         for offset, first, last in runs:
             self._read(offset, view[first:last])
-        of_layer = _FIRST_BLOCK + layer * len(places)
+        of_layer = layout.first_block + layer * len(places)
         positions = [of_layer + block for block in blocks]
         self._check([view[first:last] for first, last in regions], positions, "block")
 
-    def chunk(self, entries: Tensor | None = None) -> ChunkCache:
-        """See `StoredChunk.chunk`. entries: (L, T, E), if `read_layers` has read them already."""
+    def chunk(self, entries: NDArray[np.uint8] | None = None) -> ChunkCache:
+        shape = self.layout.shape
         if entries is None:
-            place = self.layout.tensors["entries"]
-            entries = torch.empty(place.shape, dtype=place.dtype)
+            entries = np.empty(shape.entries, np.uint8)
             self.read_layers(0, list(entries))
         return ChunkCache(
             key=self.key, fingerprint=self.layout.fingerprint, text=self.text(),
-            token_ids=self.token_ids, entries=entries, key_range=self.key_range(),
-            local_query=self.local_query(), statistics=self.statistics(),
-            block_means=self.block_means(),
+            token_ids=self.token_ids, entries=entries,
+            at_opening={name: self.array(name) for name in shape.at_opening},
+            on_demand={name: self.array(name) for name in shape.on_demand},
         )  # fmt: skip
 
     def verify(self) -> None:
         regions = _block_regions(self.layout, byte_view(self.chunk().entries))
-        self._check(regions, range(_FIRST_BLOCK, _FIRST_BLOCK + len(regions)), "block")
+        first = self.layout.first_block
+        self._check(regions, range(first, first + len(regions)), "block")
 
     def is_current(self) -> bool:
         """Whether the file is still there, unchanged; it may be closed. Nothing is read."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
-from samkv_integrations.store.base import Store, StoredChunk
+from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.store.base import Notes, StoredChunk
 from samkv_integrations.store.chunk_file import ChunkFile, encode
 from samkv_integrations.store.folder import (
     ChunkFolder,
@@ -21,16 +22,19 @@ from samkv_integrations.store.folder import (
     write_new,
 )  # fmt: skip
 from samkv_integrations.store.index import Entry, bytes_of
+from samkv_integrations.store.indexed import IndexedStore, quotas_of
 from samkv_integrations.store.tier import SharedTier, objects_outside
 from samkv_integrations.store.windows import ChunkIndex
 
 
-class ChunkStore(Store):
+class ChunkStore(IndexedStore):
     """Chunk caches in a folder. Any number of processes may read and write it at the same time.
 
     docs/format.md describes the files. A cache is read from its file alone. The index beside the
     files is rebuilt if it is lost.
     """
+
+    path: Path
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class ChunkStore(Store):
         """
         self.path = folder_named("path", path)
         check_namespace(namespace)
-        quotas = _quotas(quota)
+        quotas = quotas_of(quota)
         limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
         objects = (
             None if remote is None else objects_outside(remote, remote_options or {}, self.path)
@@ -108,14 +112,11 @@ class ChunkStore(Store):
             raise CacheMiss("tokens", f"chunk {key} holds {opened.n_tokens} other tokens")
         return opened
 
-    def contains(self, key: str, fingerprint: Fingerprint) -> bool:
-        return super().contains(key, fingerprint) or self.is_elsewhere(key, fingerprint)
-
-    def is_elsewhere(self, key: str, fingerprint: Fingerprint) -> bool:
-        if self.shared is None:
-            return False
-        digest = fingerprint.digest
-        return self.files.is_gone(digest, key) and self.shared.has(digest, key)
+    def contains(self, key: str, fingerprint: Fingerprint, *, here: bool = False) -> bool:
+        if super().contains(key, fingerprint):
+            return True
+        digest, shared = fingerprint.digest, None if here else self.shared
+        return shared is not None and self.files.is_gone(digest, key) and shared.has(digest, key)
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         if self.shared is not None:
@@ -157,22 +158,6 @@ class ChunkStore(Store):
 
     # -- what there is --------------------------------------------------------------------------
 
-    def set_budget(
-        self, max_bytes: int | str | None = None, quota: Mapping[str, int | str] | None = None
-    ) -> None:
-        """Limit the bytes of chunk files, for all processes and until it is set again.
-
-        The least recently used caches are evicted, and computed again when a prompt needs them.
-
-        max_bytes: of all namespaces together, a number or a size such as ``"20GB"``; None for no
-            limit.
-        quota: of single namespaces, by name.
-
-        Raises InvalidOption if one is no size, StoreError if it cannot be stored.
-        """
-        limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
-        self.index.set_budget(limit, _quotas(quota))
-
     def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
         if self.shared is not None:
             self.shared.refresh_soon()
@@ -188,7 +173,21 @@ class ChunkStore(Store):
             self.shared.learn_models()
         return super().fingerprints()
 
-    # -- settings and notes ---------------------------------------------------------------------
+    def reconcile(self) -> None:
+        reconcile(self.files)
+
+    # -- notes ----------------------------------------------------------------------------------
+
+    @property
+    def remote_url(self) -> str | None:
+        return None if self.shared is None else self.shared.where
+
+    @property
+    def notes(self) -> Notes:
+        return self if self.shared is None else self.shared
+
+    def note_place(self, name: str) -> str:
+        return str(self.path / f"{name}.json")
 
     def note(self, name: str) -> str | None:
         with suppress(OSError):
@@ -206,14 +205,3 @@ class ChunkStore(Store):
         except OSError as error:
             raise cannot("write", file, error) from error
         return True
-
-
-def _quotas(quota: object) -> dict[str, int]:
-    """Bytes by namespace; None is no limit. Raises InvalidOption for what is no such mapping."""
-    if quota is not None and not isinstance(quota, Mapping):
-        raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
-    return {
-        check_namespace(name): bytes_of(name, size)
-        for name, size in (quota or {}).items()
-        if size is not None
-    }

@@ -81,7 +81,7 @@ class Entry:
 
     @classmethod
     def of(cls, chunk: ChunkCache, namespace: str) -> Entry:
-        layout = FileLayout.of(chunk.fingerprint, chunk.n_tokens, namespace, chunk.text)
+        layout = FileLayout.of_cache(chunk, namespace)
         return cls(
             fingerprint=chunk.fingerprint, key=chunk.key, namespace=namespace, text=chunk.text,
             token_ids=chunk.token_ids.tolist(), n_bytes=layout.file_size(chunk.key),
@@ -392,7 +392,7 @@ class Index(Database):
             return [(digest, k, body.decode(errors="surrogatepass")) for digest, k, body in rows]
 
     def same_texts(self, namespace: str, keys: Sequence[str]) -> set[str]:
-        """See `Store.same_texts`."""
+        """See `IndexedStore.same_texts`."""
         alike = (
             "SELECT key FROM chunks JOIN texts USING(id) WHERE texts.namespace = ?1 AND same IN "
             "(SELECT same FROM chunks JOIN texts USING(id) WHERE key = ?2 "

@@ -91,7 +91,7 @@ class SharedTier:
     """
 
     def __init__(self, files: ChunkFolder, objects: Objects, namespace: str) -> None:
-        self.url, self.objects = objects.url, objects
+        self.where, self.objects = objects.url, objects
         self._files, self._index, self._namespace = files, files.index, namespace
         self._space = blake2b(
             namespace.encode(), key=files.secret, digest_size=16, person=b"samkv space"
@@ -129,36 +129,36 @@ class SharedTier:
         try:
             found = self._marker()
         except FileNotFoundError as error:
-            if url == self.url and not begins:
+            if url == self.where and not begins:
                 why = (
                     f"{_MARKER} is gone; mount the share, or, if it was emptied, begin it anew "
                     "with 'samkv store push'"
                 )
                 self.objects.give_up(why)
-                raise CacheMiss("io", f"{self.url}: {why}") from error
+                raise CacheMiss("io", f"{self.where}: {why}") from error
             text = json.dumps({**mine, "identity": secrets.token_hex(8)})
             with suppress(FileExistsError):  # another machine was faster
                 self.objects.write(_MARKER, text.encode(), is_new=True)
             found = self._marker()
         if found["secret_check"] != mine["secret_check"]:
             raise StoreError(
-                f"{self.url} holds chunk caches that were written under another secret; next step: "
-                "give this machine the secret of the store that filled it, and a new folder "
+                f"{self.where} holds chunk caches that were written under another secret; next "
+                "step: give this machine the secret of the store that filled it, and a new folder "
                 "(docs/remote.md), or name another place"
             )
         identity = str(found.get("identity", ""))
-        if (known, url) != (identity, self.url):
+        if (known, url) != (identity, self.where):
             with suppress(StoreError):  # a read-only folder
                 if known != identity:
                     self._index.unshare(self._namespace)
-                self._index.set(setting, f"{identity} {self.url}")
+                self._index.set(setting, f"{identity} {self.where}")
             if known not in ("", identity):
-                _log.warning("%s is new; 'samkv store push' sends what is here", self.url)
+                _log.warning("%s is new; 'samkv store push' sends what is here", self.where)
         self._is_checked = True
 
     def _marker(self) -> dict[str, Any]:
         """Raises FileNotFoundError, and StoreError as `marker_fields` does."""
-        return marker_fields(self.objects.read(_MARKER), self.url, "delete it")
+        return marker_fields(self.objects.read(_MARKER), self.where, "delete it")
 
     def _check(self) -> None:
         if not self._is_checked:
@@ -211,7 +211,7 @@ class SharedTier:
         except TooLate as error:
             why = f"takes longer than {ASKED_S:.0f} s"
             self.objects.give_up(why)  # the next chunk does not wait as long again
-            raise CacheMiss("io", f"{self.url} {why}") from error
+            raise CacheMiss("io", f"{self.where} {why}") from error
         except (StoreError, OSError) as error:
             raise CacheMiss("io", str(error)) from error
 
@@ -241,7 +241,7 @@ class SharedTier:
         try:
             return self.objects.read(self._path(place), n_bytes)
         except FileNotFoundError as error:
-            raise CacheMiss("absent", f"{self.url}: {place[1]}") from error
+            raise CacheMiss("absent", f"{self.where}: {place[1]}") from error
 
     def _opened(self, file: Path, key: str) -> ChunkFile:
         return ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
@@ -370,14 +370,14 @@ class SharedTier:
     # -- notes ----------------------------------------------------------------------------------
 
     def note(self, name: str) -> str | None:
-        """See `Store.note`; shared by all machines. Raises StoreError if the place is gone."""
+        """See `Notes.note`; shared by all machines. Raises StoreError if the place is gone."""
         with _answering(), suppress(FileNotFoundError):
             self._check()
             return self.objects.read(self._note(name)).decode(errors="replace")
         return None
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        """See `Store.put_note`. Raises StoreError."""
+        """See `Notes.put_note`. Raises StoreError."""
         with _answering():
             self._read_marker()
             try:
@@ -386,9 +386,9 @@ class SharedTier:
                 return False
         return True
 
-    def note_url(self, name: str) -> str:
+    def note_place(self, name: str) -> str:
         """The URL of a note."""
-        return f"{self.url.rstrip('/')}/{self._note(name)}"
+        return f"{self.where.rstrip('/')}/{self._note(name)}"
 
     def _note(self, name: str) -> str:
         return f"{self._space}/notes/{name}.json"

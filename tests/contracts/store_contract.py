@@ -1,20 +1,25 @@
-"""What every `Store` must do. A test module makes a subclass for each kind of store."""
+"""What every `IndexedStore` must do. A test module makes a subclass for each kind of store."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint
+from samkv_integrations.chunks.chunk import CacheArray, ChunkCache, Fingerprint
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
-from samkv_integrations.store.base import FingerprintStats, Store, StoredChunk
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    cache_shape,
+    entry_format_of,
+)
+from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
+from samkv_integrations.store.indexed import FingerprintStats, IndexedStore, require
 from tests.support.chunks import TINY, random_chunk
 
 # One token, shorter than a block, exactly the anchors, one more, many with a short last block.
@@ -22,39 +27,47 @@ SIZES = (1, 3, 12, 13, 50)
 
 
 def chunk_for(
-    store: Store, seed: int, n_tokens: int = 30, fingerprint: Fingerprint = TINY
+    store: IndexedStore, seed: int, n_tokens: int = 30, fingerprint: Fingerprint = TINY
 ) -> ChunkCache:
     """A random chunk under the key that ``store`` gives it."""
     chunk = random_chunk(seed, n_tokens, fingerprint)
     return replace(chunk, key=store.key(fingerprint, chunk.token_ids.tolist()))
 
 
-def read(stored: StoredChunk, layer: int, blocks: list[int]) -> Tensor:
-    """Entries (S, E) of the blocks, in the middle of a tensor full of canaries."""
-    n_rows = int(stored.blocks.lengths[blocks].sum())
-    form = stored.fingerprint.entry_format
-    entries = torch.full((n_rows + 2, form.n_bytes), 77, dtype=torch.uint8)
+def read(stored: StoredChunk, layer: int, blocks: list[int]) -> NDArray[np.uint8]:
+    """Entries (S, E) of the blocks, in the middle of an array full of canaries."""
+    spans = [stored.blocks.span(block) for block in blocks]
+    n_rows = sum(stop - first for first, stop in spans)
+    entries = np.full((n_rows + 2, entry_bytes(stored.fingerprint)), 77, np.uint8)
     stored.read_blocks(layer, blocks, entries[1:-1])
     assert (entries[0] == 77).all() and (entries[-1] == 77).all()
     return entries[1:-1]
 
 
-def read_all(stored: StoredChunk) -> Tensor:
-    """All entries (L, T, E), as a part of a larger tensor full of canaries."""
+def read_all(stored: StoredChunk) -> NDArray[np.uint8]:
+    """All entries (L, T, E), as a part of a larger array full of canaries."""
     made_by, n_tokens = stored.fingerprint, stored.n_tokens
-    shape = (made_by.n_layers, n_tokens + 5, made_by.entry_format.n_bytes)
-    whole = torch.full(shape, 77, dtype=torch.uint8)
-    stored.read_layers(0, whole[:, 2 : 2 + n_tokens])
+    whole = np.full((made_by.n_layers, n_tokens + 5, entry_bytes(made_by)), 77, np.uint8)
+    stored.read_layers(0, list(whole[:, 2 : 2 + n_tokens]))
     assert (whole[:, :2] == 77).all() and (whole[:, 2 + n_tokens :] == 77).all()
     return whole[:, 2 : 2 + n_tokens]
 
 
-def assert_same(found: object, expected: object) -> None:
-    """Equal tensors, of equal dtype, in two dataclasses of tensors."""
-    assert type(found) is type(expected)
-    for name in (field.name for field in fields(expected)):
-        one, other = getattr(found, name), getattr(expected, name)
-        assert one.dtype == other.dtype and torch.equal(one, other), name
+def entry_bytes(fingerprint: Fingerprint) -> int:
+    return entry_format_of(fingerprint).n_bytes
+
+
+def assert_same(found: Mapping[str, CacheArray], expected: Mapping[str, CacheArray]) -> None:
+    """Arrays of the same names, dtypes, shapes and bytes."""
+    assert list(found) == list(expected)
+    for name, array in found.items():
+        assert array.kind == expected[name].kind, name
+        assert array.data.tobytes() == expected[name].data.tobytes(), name
+
+
+def arrays_of(stored: StoredChunk, chunk: ChunkCache) -> dict[str, CacheArray]:
+    """The arrays that a store gives, by the names of those in ``chunk``."""
+    return {name: stored.array(name) for name in (*chunk.at_opening, *chunk.on_demand)}
 
 
 def reason(read: Callable[[], object]) -> str:
@@ -72,47 +85,43 @@ class StoreContract:
     has_files = True
 
     @pytest.fixture
-    def make(self) -> Callable[..., Store]:
+    def make(self) -> Callable[..., IndexedStore]:
         raise NotImplementedError
 
     @pytest.fixture
-    def store(self, make: Callable[..., Store]) -> Store:
+    def store(self, make: Callable[..., IndexedStore]) -> IndexedStore:
         return make()
 
     @pytest.mark.parametrize("bits", [4, 8, 16])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("n_tokens", SIZES)
     def test_gives_back_what_was_put(
-        self, store: Store, n_tokens: int, dtype: str, bits: int
+        self, store: IndexedStore, n_tokens: int, dtype: str, bits: int
     ) -> None:
         chunk = chunk_for(store, 1, n_tokens, replace(TINY, dtype=dtype, store_bits=bits))
         store.put(chunk)
         with store.open(chunk.key, chunk.fingerprint, chunk.token_ids.tolist()) as stored:
             assert (stored.key, stored.fingerprint) == (chunk.key, chunk.fingerprint)
             assert (stored.n_tokens, stored.blocks) == (n_tokens, chunk.blocks)
-            assert stored.token_ids.dtype == torch.int32
-            assert torch.equal(stored.token_ids, chunk.token_ids)
-            assert_same(stored.statistics(), chunk.statistics)
-            assert_same(stored.block_means(), chunk.block_means)
-            assert torch.equal(stored.key_range(), chunk.key_range)
-            assert stored.key_range().dtype == torch.float16
-            assert torch.equal(stored.local_query(), chunk.local_query)
-            assert stored.local_query().dtype == chunk.local_query.dtype
+            assert stored.token_ids.dtype == np.int32
+            assert np.array_equal(stored.token_ids, chunk.token_ids)
+            assert_same(arrays_of(stored, chunk), {**chunk.at_opening, **chunk.on_demand})
+            assert chunk.shape == cache_shape(chunk.fingerprint, n_tokens)
             for layer in range(TINY.n_layers):
                 found = read(stored, layer, list(range(chunk.blocks.n_blocks)))
-                assert torch.equal(found, chunk.entries[layer])
-            assert torch.equal(read_all(stored), chunk.entries)
+                assert np.array_equal(found, chunk.entries[layer])
+            assert np.array_equal(read_all(stored), chunk.entries)
             stored.verify()
 
-    def test_reads_blocks_in_the_order_given(self, store: Store) -> None:
+    def test_reads_blocks_in_the_order_given(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 2, 30)
         store.put(chunk)
         with store.open(chunk.key, TINY) as stored:
             for blocks in ([0], [2], [7], [0, 6, 7], [1, 2, 5], [5, 1], []):
                 tokens = [token for b in blocks for token in range(*chunk.blocks.span(b))]
-                assert torch.equal(read(stored, 1, blocks), chunk.entries[1, tokens])
+                assert np.array_equal(read(stored, 1, blocks), chunk.entries[1, tokens])
 
-    def test_prefetch_changes_nothing(self, store: Store) -> None:
+    def test_prefetch_changes_nothing(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 2, 30)
         store.begin_to_fetch([chunk.key], TINY)  # absent
         assert store.keys() == []
@@ -121,20 +130,21 @@ class StoreContract:
         with store.open(chunk.key, TINY) as stored:
             stored.verify()
 
-    def test_layers_are_read_by_themselves(self, store: Store) -> None:
+    def test_layers_are_read_by_themselves(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 2, 30)
         store.put(chunk)
         with store.open(chunk.key, TINY) as stored:
             for first in range(TINY.n_layers):
                 for last in range(first + 1, TINY.n_layers + 1):
-                    entries = torch.empty_like(chunk.entries[first:last])
-                    stored.key_range()
+                    entries = np.empty_like(chunk.entries[first:last])
                     before = stored.bytes_read
                     stored.read_layers(first, list(entries))
-                    assert torch.equal(entries, chunk.entries[first:last])
+                    assert np.array_equal(entries, chunk.entries[first:last])
                     assert stored.bytes_read - before == entries.nbytes
 
-    def test_counts_the_bytes_of_entries_every_time_and_of_parts_once(self, store: Store) -> None:
+    def test_counts_the_bytes_of_entries_every_time_and_of_parts_once(
+        self, store: IndexedStore
+    ) -> None:
         if not self.has_files:
             pytest.skip("parts are not read")
         chunk = chunk_for(store, 3, 30)
@@ -143,33 +153,23 @@ class StoreContract:
             for _ in range(2):
                 before = stored.bytes_read
                 read(stored, 0, [0, 3, 7])
-                assert stored.bytes_read - before == (4 + 4 + 2) * TINY.entry_format.n_bytes
-            for part, n_bytes in (
-                (stored.local_query, chunk.local_query.nbytes),
-                (
-                    stored.block_means,
-                    chunk.block_means.codes.nbytes + chunk.block_means.scale.nbytes,
-                ),
-                (stored.key_range, chunk.key_range.nbytes),
-            ):
+                assert stored.bytes_read - before == (4 + 4 + 2) * entry_bytes(TINY)
+            for name, array in chunk.on_demand.items():
                 before = stored.bytes_read
-                part()
-                part()
-                assert stored.bytes_read - before == n_bytes
+                stored.array(name)
+                stored.array(name)
+                assert stored.bytes_read - before == array.kind.n_bytes
             before = stored.bytes_read
             read_all(stored)
             assert stored.bytes_read - before == chunk.entries.nbytes
         with store.open(chunk.key, TINY) as stored:
             before = stored.bytes_read
             read_all(stored)
-            stored.key_range()
-            assert stored.bytes_read - before == chunk.entries.nbytes + chunk.key_range.nbytes
-            stored.statistics()
-            before = stored.bytes_read
-            stored.statistics()
-            assert stored.bytes_read == before
+            for name in chunk.at_opening:
+                stored.array(name)
+            assert stored.bytes_read - before == chunk.entries.nbytes
 
-    def test_misses_say_why(self, store: Store) -> None:
+    def test_misses_say_why(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 4)
         ids = chunk.token_ids.tolist()
         assert reason(lambda: store.open(chunk.key, TINY)) == "absent"
@@ -187,7 +187,7 @@ class StoreContract:
     @pytest.mark.parametrize(
         "key", ["", ".", "..", "../../etc/passwd", "a" * 31, "a" * 33, "A" * 32, "é" * 32, "a\0b"]
     )
-    def test_a_key_that_is_none_names_nothing(self, store: Store, key: str) -> None:
+    def test_a_key_that_is_none_names_nothing(self, store: IndexedStore, key: str) -> None:
         store.put(chunk_for(store, 4))
         assert reason(lambda: store.open(key, TINY)) == "absent"
         assert not store.contains(key, TINY)
@@ -195,7 +195,7 @@ class StoreContract:
         assert not store.delete(key)
         assert len(store.keys()) == 1
 
-    def test_label_of_the_model_does_not_matter(self, store: Store) -> None:
+    def test_label_of_the_model_does_not_matter(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 5)
         store.put(chunk)
         relabelled = replace(TINY, model="another/path")
@@ -205,7 +205,7 @@ class StoreContract:
             assert stored.fingerprint == relabelled
             stored.verify()
 
-    def test_put_twice_is_put_once_and_the_last_counts(self, store: Store) -> None:
+    def test_put_twice_is_put_once_and_the_last_counts(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 6)
         store.put(chunk)
         stats = store.stats()
@@ -216,32 +216,32 @@ class StoreContract:
         assert store.stats() == stats
         assert store.text(chunk.key) == another
         with store.open(chunk.key, TINY) as stored:
-            assert torch.equal(read(stored, 0, [0]), chunk.entries[0, :4] ^ 1)
+            assert np.array_equal(read(stored, 0, [0]), chunk.entries[0, :4] ^ 1)
 
-    def test_an_open_chunk_outlives_its_place_in_the_store(self, store: Store) -> None:
+    def test_an_open_chunk_outlives_its_place_in_the_store(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 7)
         store.put(chunk)
         with store.open(chunk.key, TINY) as replaced:
             store.put(replace(chunk, entries=chunk.entries ^ 1))
-            assert torch.equal(read(replaced, 1, [3]), chunk.entries[1, 12:16])
+            assert np.array_equal(read(replaced, 1, [3]), chunk.entries[1, 12:16])
         store.put(chunk)
         with store.open(chunk.key, TINY) as deleted:
             assert store.delete(chunk.key)
             deleted.verify()
-            assert torch.equal(read(deleted, 1, [3]), chunk.entries[1, 12:16])
+            assert np.array_equal(read(deleted, 1, [3]), chunk.entries[1, 12:16])
 
-    def test_a_chunk_that_was_let_go_is_read_all_the_same(self, store: Store) -> None:
+    def test_a_chunk_that_was_let_go_is_read_all_the_same(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 7)
         store.put(chunk)
         with store.open(chunk.key, TINY) as stored:
             for _ in range(2):
                 stored.let_go()
-            assert torch.equal(read_all(stored), chunk.entries)
+            assert np.array_equal(read_all(stored), chunk.entries)
             store.touch(chunk.key, TINY)
             stored.verify()
-            assert torch.equal(stored.local_query(), chunk.local_query)
+            assert_same(arrays_of(stored, chunk), {**chunk.at_opening, **chunk.on_demand})
 
-    def test_a_closed_chunk_is_not_read(self, store: Store) -> None:
+    def test_a_closed_chunk_is_not_read(self, store: IndexedStore) -> None:
         if not self.has_files:
             pytest.skip("there is no file to close")
         chunk = chunk_for(store, 8)
@@ -253,8 +253,7 @@ class StoreContract:
             stored.verify,
             stored.text,
             stored.chunk,
-            stored.block_means,
-            stored.key_range,
+            lambda: stored.array("key_range"),
             lambda: read(stored, 0, [0]),
             lambda: read_all(stored),
         )
@@ -265,7 +264,9 @@ class StoreContract:
     @pytest.mark.parametrize(
         "text", ["", "e\u0301 and \u00e9, \U0001f40b, \ud800 alone"], ids=ascii
     )
-    def test_an_open_chunk_hands_out_its_text_and_all_of_it(self, store: Store, text: str) -> None:
+    def test_an_open_chunk_hands_out_its_text_and_all_of_it(
+        self, store: IndexedStore, text: str
+    ) -> None:
         for seed, n_tokens in enumerate(SIZES):
             put = replace(chunk_for(store, seed, n_tokens), text=text)
             store.put(put)
@@ -273,13 +274,15 @@ class StoreContract:
                 assert stored.text() == stored.text() == text
                 whole = stored.chunk()
             assert (whole.key, whole.fingerprint, whole.text) == (put.key, TINY, text)
-            assert_same(whole.statistics, put.statistics)
-            assert_same(whole.block_means, put.block_means)
-            for name in ("token_ids", "entries", "key_range", "local_query"):
-                found, expected = getattr(whole, name), getattr(put, name)
-                assert found.dtype == expected.dtype and torch.equal(found, expected), name
+            assert_same(whole.at_opening, put.at_opening)
+            assert_same(whole.on_demand, put.on_demand)
+            for found, expected in (
+                (whole.token_ids, put.token_ids),
+                (whole.entries, put.entries),
+            ):
+                assert found.dtype == expected.dtype and np.array_equal(found, expected)
 
-    def test_keys_contains_delete(self, store: Store) -> None:
+    def test_keys_contains_delete(self, store: IndexedStore) -> None:
         other = replace(TINY, block_size=8)
         here = [chunk_for(store, seed) for seed in range(5)]
         there = [chunk_for(store, seed, fingerprint=other) for seed in range(3)]
@@ -297,7 +300,7 @@ class StoreContract:
         assert store.text(gone) is None
         assert gone not in store.keys() and len(store.keys()) == 7
 
-    def test_a_damaged_chunk_is_put_away_and_its_text_stays(self, store: Store) -> None:
+    def test_a_damaged_chunk_is_put_away_and_its_text_stays(self, store: IndexedStore) -> None:
         chunk, other = chunk_for(store, 1), replace(TINY, block_size=8)
         store.quarantine(chunk.key, TINY)  # it is not there
         store.put(chunk)
@@ -312,7 +315,7 @@ class StoreContract:
         with store.open(chunk.key, TINY) as stored:
             stored.verify()
 
-    def test_what_prompts_held_is_recorded_whatever_it_is(self, store: Store) -> None:
+    def test_what_prompts_held_is_recorded_whatever_it_is(self, store: IndexedStore) -> None:
         chunk = chunk_for(store, 1)
         store.put(chunk)
         store.record(TINY)
@@ -321,7 +324,7 @@ class StoreContract:
         assert store.keys() == [chunk.key] and not store.is_evicted("0" * 32, TINY)
 
     def test_a_chunk_ages_from_when_it_was_put_or_touched(
-        self, store: Store, monkeypatch: pytest.MonkeyPatch
+        self, store: IndexedStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         chunk, other = chunk_for(store, 1), replace(TINY, block_size=8)
         store.touch(chunk.key, TINY)
@@ -350,11 +353,11 @@ class StoreContract:
         assert store.age_s(chunk.key, TINY) is None
 
     @pytest.mark.parametrize("key", [5, None, "\ud800"])
-    def test_what_is_no_key_is_not_deleted(self, store: Store, key: object) -> None:
+    def test_what_is_no_key_is_not_deleted(self, store: IndexedStore, key: object) -> None:
         with pytest.raises(InvalidOption, match="key=.*; it must be a string"):
             store.delete(key)  # type: ignore[arg-type]
 
-    def test_delete_removes_a_key_under_all_fingerprints(self, store: Store) -> None:
+    def test_delete_removes_a_key_under_all_fingerprints(self, store: IndexedStore) -> None:
         other = replace(TINY, block_size=8)
         chunk = chunk_for(store, 1)
         store.put(chunk)
@@ -366,13 +369,13 @@ class StoreContract:
     @pytest.mark.parametrize(
         "text", ["", "plain", "é ∑ 中文 🙂", "a\r\nb\nc\r", "\ud800 lone", "\0"]
     )
-    def test_text_comes_back_as_it_was(self, store: Store, text: str) -> None:
+    def test_text_comes_back_as_it_was(self, store: IndexedStore, text: str) -> None:
         chunk = replace(chunk_for(store, 9), text=text)
         store.put(chunk)
         assert store.text(chunk.key) == text
         assert store.text(store.key(TINY, [1])) is None
 
-    def test_keys_depend_on_everything(self, make: Callable[..., Store]) -> None:
+    def test_keys_depend_on_everything(self, make: Callable[..., IndexedStore]) -> None:
         store, ids = make(), [1, 2, 3]
         key = store.key(TINY, ids)
         assert store.key(TINY, tuple(ids)) == key
@@ -386,10 +389,10 @@ class StoreContract:
         }
         assert len(others | {key}) == 6
 
-    def test_says_its_namespace(self, make: Callable[..., Store]) -> None:
+    def test_says_its_namespace(self, make: Callable[..., IndexedStore]) -> None:
         assert (make().namespace, make(namespace="tenant").namespace) == ("", "tenant")
 
-    def test_knows_the_chunks_that_it_has_a_text_of(self, store: Store) -> None:
+    def test_knows_the_chunks_that_it_has_a_text_of(self, store: IndexedStore) -> None:
         chunks = [chunk_for(store, seed) for seed in range(3)]
         store.put(chunk_for(store, 1, fingerprint=replace(TINY, block_size=8)))
         assert store.known_keys(TINY) == []
@@ -399,7 +402,7 @@ class StoreContract:
         store.delete(chunks[0].key)
         assert store.known_keys(TINY) == store.keys(TINY)
 
-    def test_knows_the_texts_of_all_models(self, store: Store) -> None:
+    def test_knows_the_texts_of_all_models(self, store: IndexedStore) -> None:
         assert store.known_keys() == []
         made_by = [TINY, replace(TINY, block_size=8), replace(TINY, weights="w1")]
         texts = ["The first text of all three.", " The first text of all three.\n", "Another one."]
@@ -415,13 +418,15 @@ class StoreContract:
         assert store.same_texts(third, "f" * 32) == {third, "f" * 32}
         assert store.same_texts() == set()
 
-    def test_texts_of_other_namespaces_are_not_the_same(self, make: Callable[..., Store]) -> None:
+    def test_texts_of_other_namespaces_are_not_the_same(
+        self, make: Callable[..., IndexedStore]
+    ) -> None:
         mine, theirs = make(), make(namespace="tenant")
         for store in (mine, theirs):
             store.put(chunk_for(store, 1))
         assert mine.same_texts(*mine.keys()) == set(mine.keys())
 
-    def test_chunks_are_found_by_their_token_ids(self, make: Callable[..., Store]) -> None:
+    def test_chunks_are_found_by_their_token_ids(self, make: Callable[..., IndexedStore]) -> None:
         mine, theirs = make(), make(namespace="tenant")
         chunks = [chunk_for(mine, seed, 40) for seed in range(3)]
         for chunk in chunks:
@@ -429,7 +434,7 @@ class StoreContract:
         theirs.put(chunk_for(theirs, 7, 40))
         ids = [token for chunk in chunks for token in chunk.token_ids.tolist()]
 
-        def found(store: Store, fingerprint: Fingerprint = TINY) -> list[str]:
+        def found(store: IndexedStore, fingerprint: Fingerprint = TINY) -> list[str]:
             return [each.key for each in find_runs(ids, [store.chunk_index(fingerprint)])]
 
         assert found(mine) == [chunk.key for chunk in chunks]
@@ -445,12 +450,12 @@ class StoreContract:
 
     @pytest.mark.parametrize("namespace", [None, 3, "x" * 1001, "\ud800"])
     def test_refuses_a_namespace_that_is_no_name(
-        self, make: Callable[..., Store], namespace: object
+        self, make: Callable[..., IndexedStore], namespace: object
     ) -> None:
         with pytest.raises(InvalidOption, match="namespace="):
             make(namespace=namespace)
 
-    def test_forgets_a_text_under_all_fingerprints(self, store: Store) -> None:
+    def test_forgets_a_text_under_all_fingerprints(self, store: IndexedStore) -> None:
         other = replace(TINY, block_size=8, store_bits=16)
         kept = chunk_for(store, 2)
         for fingerprint in (TINY, other):
@@ -462,21 +467,21 @@ class StoreContract:
         assert store.text(kept.key) == kept.text
         assert store.forget({"Secret."}.__contains__) == 0
 
-    def test_forgets_by_token_ids_whatever_the_text(self, store: Store) -> None:
+    def test_forgets_by_token_ids_whatever_the_text(self, store: IndexedStore) -> None:
         chunk, kept = chunk_for(store, 1), chunk_for(store, 2)
         for each in (chunk, kept):
             store.put(each)
         assert store.forget(lambda body: False, [chunk.token_ids.tolist(), [1, 2]]) == 1
         assert store.keys() == [kept.key] and store.text(chunk.key) is None
 
-    def test_the_first_note_stays_if_it_shall(self, store: Store) -> None:
+    def test_the_first_note_stays_if_it_shall(self, store: IndexedStore) -> None:
         assert store.note("owner") is None
         assert store.put_note("owner", "one", replace=False)
         assert not store.put_note("owner", "two", replace=False)
         assert store.note("owner") == "one"
         assert store.put_note("owner", "three") and store.note("owner") == "three"
 
-    def test_fingerprints_are_those_with_chunks(self, store: Store) -> None:
+    def test_fingerprints_are_those_with_chunks(self, store: IndexedStore) -> None:
         other = replace(TINY, block_size=8)
         assert store.fingerprints() == []
         chunks = [chunk_for(store, 1), chunk_for(store, 1, fingerprint=other)]
@@ -486,7 +491,7 @@ class StoreContract:
         store.delete(chunks[0].key)
         assert store.fingerprints() == [other]
 
-    def test_stats_count_chunks_and_bytes(self, store: Store) -> None:
+    def test_stats_count_chunks_and_bytes(self, store: IndexedStore) -> None:
         other = replace(TINY, model="large", dtype="bfloat16", block_size=8, store_bits=8)
         assert (store.stats().n_chunks, store.stats().bytes, store.stats().rows) == (0, 0, ())
         expected = {TINY.digest: 0, other.digest: 0}
@@ -494,9 +499,7 @@ class StoreContract:
             for seed in range(n_chunks):
                 chunk = chunk_for(store, seed, 30 + seed, fingerprint)
                 store.put(chunk)
-                layout = FileLayout.of(
-                    chunk.fingerprint, chunk.n_tokens, store.namespace, chunk.text
-                )
+                layout = FileLayout.of_cache(chunk, store.namespace)
                 expected[fingerprint.digest] += layout.file_size(chunk.key)
         stats = store.stats()
         assert (stats.n_chunks, stats.bytes) == (4, sum(expected.values()))
@@ -523,14 +526,14 @@ class StoreContract:
             ),
         }
 
-    def test_require_names_the_closest_and_the_next_step(self, store: Store) -> None:
-        store.require(TINY)  # empty: nothing to be wrong about
+    def test_require_names_the_closest_and_the_next_step(self, store: IndexedStore) -> None:
+        require(store, TINY)  # empty: nothing to be wrong about
         far = replace(TINY, model="far", weights="w9", rope="linear", n_layers=1, block_size=8)
         near = replace(TINY, model="near", weights="w2", store_bits=16)
         store.put(chunk_for(store, 1, fingerprint=far))
         store.put(chunk_for(store, 1, fingerprint=near))
         with pytest.raises(FingerprintMismatch) as caught:
-            store.require(TINY)
+            require(store, TINY)
         message = str(caught.value)
         for part in (
             "'tiny'",
@@ -540,5 +543,5 @@ class StoreContract:
             assert part in message
         assert "rope" not in message and "far" not in message
         store.put(chunk_for(store, 1))
-        store.require(TINY)
-        store.require(replace(near, model="the same under another name"))
+        require(store, TINY)
+        require(store, replace(near, model="the same under another name"))

@@ -16,7 +16,7 @@ from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.runtimes.transformers.costs import assumed_costs
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.memory import MemoryStore
 from tests.support.costs import ONE_PASS, TOKENS_ONLY
 from tests.support.covering import covering
 from tests.support.models import tiny_model

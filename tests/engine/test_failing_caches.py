@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef
+from samkv_integrations.chunks.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.errors import (
     CacheMiss,
     ChunkNotCached,
@@ -22,7 +21,7 @@ from samkv_integrations.errors import (
 from samkv_integrations.options import OnMiss
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryChunk
+from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.upkeep import verify
 from tests.support.covering import covering
 from tests.support.handles import issued
@@ -205,10 +204,10 @@ def test_a_cache_that_cannot_be_made_whole_is_computed_from_its_tokens(
 ) -> None:
     """Once, and not again and again: its own chunk fails too."""
 
-    def unsound(self: MemoryChunk) -> Tensor:
-        raise CacheMiss("corrupt", "key_range")
+    def unsound(self: MemoryChunk, name: str) -> CacheArray:
+        raise CacheMiss("corrupt", name)
 
-    monkeypatch.setattr(MemoryChunk, "key_range", unsound)
+    monkeypatch.setattr(MemoryChunk, "array", unsound)
     flip_header(chunk_file(engine, TEXTS[1]))
     report = engine.generate(PROMPT, TEXTS, method="reuse", max_new_tokens=1).report
     assert (report.found, report.chunk_misses) == (3, {"corrupt": 2})

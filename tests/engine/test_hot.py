@@ -14,8 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
@@ -218,7 +220,7 @@ def test_a_deletion_while_a_question_reads_is_final(
     engine, other, chunk = engine_on(tmp_path), engine_on(tmp_path), ChunkFile.chunk
     engine.cache_chunks(CHUNKS)
 
-    def late(file: ChunkFile, entries: Tensor | None = None) -> object:
+    def late(file: ChunkFile, entries: NDArray[np.uint8]) -> object:
         other.forget(CHUNKS)
         engine.chunks.hot.sweep()
         return chunk(file, entries)
@@ -367,7 +369,7 @@ def test_chunks_that_are_used_again_are_on_the_device(
             if room:
                 with engine.resolve(TWICE, CHUNKS) as resolved:
                     assert all(isinstance(each, HotChunk) for each in resolved.opened)
-                    assert all(isinstance(each.entries, OnDevice) for each in resolved.opened)  # type: ignore[attr-defined]
+                    assert all(isinstance(each.hot.entries, OnDevice) for each in resolved.opened)  # type: ignore[attr-defined]
                 held = engine.chunks.hot.n_bytes
                 assert share == 100 or room < held <= 2 * room  # on both
     assert n_waits[100] <= n_waits[0]
@@ -440,8 +442,7 @@ def test_what_two_questions_bring_at_once_is_copied_once(tmp_path: Path, on_cpu:
         device.log.clear()
         hot.bring([other])
         assert isinstance(one, HotChunk) and isinstance(other, HotChunk)
-        assert not device.log and other.entries is one.entries
-        assert other.copied is one.copied and one.copied
+        assert not device.log and other.hot is one.hot and one.hot.copied
 
 
 def test_parts_of_a_chunk_on_the_host_are_gathered_after_it_was_copied_there(
@@ -486,7 +487,7 @@ def test_a_cache_that_the_host_has_no_memory_for_is_not_held(
         monkeypatch.setattr(hot, "_empty", no_memory)
         with engine.resolve(CHUNKS[3], [CHUNKS[3]]) as resolved:
             (chunk,) = resolved.opened
-            assert isinstance(chunk, HotChunk) and chunk.entries.device == DEVICE
+            assert isinstance(chunk, HotChunk) and chunk.hot.entries.device == DEVICE
         assert 0 < hot.n_bytes <= room
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.report import Report
-from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.memory import MemoryStore
 from tests.support.models import tiny_model
 from tests.support.served import TEXTS
 

@@ -17,7 +17,8 @@ from samkv_integrations.errors import (
     UnsupportedModel,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryStore, Store
+from samkv_integrations.store.base import Store
+from samkv_integrations.store.memory import MemoryStore
 from tests.support.costs import ONE_PASS
 from tests.support.covering import covering
 from tests.support.handles import issued

@@ -128,7 +128,7 @@ def test_a_prompt_is_answered(
             assert answer.text == expected.text
             assert answer.report.found == 4
             assert sum(answer.report.chunk_misses.values()) == (1 if is_readable else 4)
-    told = [record for record in caplog.records if record.name.endswith("cache.store")]
+    told = [record for record in caplog.records if record.name.endswith("store.base")]
     said = [record.getMessage() for record in told]
     assert len(said) == (0 if is_readable and on_miss == "text" else min(1, len(said)))
     if on_miss == "compute":

@@ -144,7 +144,7 @@ def test_hot_chunks_are_on_the_device_or_pinned(tmp_path: Path, share: float):
         assert torch.equal(hot.logits(PROMPT, CHUNKS, method="reuse"), expected)
     with hot.resolve(PROMPT, CHUNKS) as resolved:
         assert all(isinstance(each, HotChunk) for each in resolved.opened)
-        assert all(each.entries.is_cuda for each in resolved.opened)  # type: ignore[attr-defined]
+        assert all(each.hot.entries.is_cuda for each in resolved.opened)  # type: ignore[attr-defined]
     assert Engine(model, store).chunks.hot.max_bytes > 0
 
 
@@ -158,8 +158,9 @@ def test_a_pass_waits_for_copies_that_are_late(tmp_path: Path):
         torch.cuda._sleep(2_000_000_000)  # noqa: SLF001
     for n_late in (3, 0):
         with engine.resolve(PROMPT, CHUNKS) as resolved:
-            late = [each for each in resolved.opened if isinstance(each, HotChunk) and each.copied]
-            assert len(late) == n_late and all(not each.copied[0].query() for each in late)
+            late = [each for each in resolved.opened if isinstance(each, HotChunk)]
+            late = [each for each in late if each.hot.copied]
+            assert len(late) == n_late and all(not each.hot.copied[0].query() for each in late)
         assert torch.equal(engine.logits(PROMPT, CHUNKS, method="reuse"), expected)
         torch.cuda.synchronize()
 

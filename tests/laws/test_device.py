@@ -32,7 +32,7 @@ from samkv_integrations.runtimes.transformers.passes.loader import LAYERS_TOGETH
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefilledChunks
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.scheduler import Scheduler
-from samkv_integrations.store.base import MemoryChunk, MemoryStore
+from samkv_integrations.store.memory import MemoryChunk, MemoryStore
 from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.pretend_device import DEVICE, Device, OnDevice, pretend_device

@@ -30,7 +30,12 @@ def one_by_one(family: str, store_bits: int) -> Engine:
 def steps(coarse: ChunkCache) -> tuple[Tensor, Tensor]:
     """(L, T, G, D) steps of a chunk's keys, and (L, T, G, 1) of its values, from its bytes."""
     n_heads = coarse.fingerprint.n_kv_heads
-    ranges = coarse.entries[..., -4 * n_heads :].contiguous().view(torch.float16).float()
+    ranges = (
+        torch.from_numpy(coarse.entries)[..., -4 * n_heads :]
+        .contiguous()
+        .view(torch.float16)
+        .float()
+    )
     return key_steps(coarse), ranges[..., :n_heads, None]
 
 

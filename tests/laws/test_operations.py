@@ -20,8 +20,9 @@ from samkv_integrations.runtimes.transformers.entries import quantise
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat
 from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryStore, Store
+from samkv_integrations.store.base import Store
 from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.memory import MemoryStore
 from tests.laws.test_device import OnThisThread
 from tests.support.models import byte_tokenizer, hf_model
 from tests.support.operations import Operations

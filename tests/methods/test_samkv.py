@@ -21,6 +21,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     MIN_CHUNKS,
     stable_layers,
 )
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import local_query, statistics
 from samkv_integrations.runtimes.transformers.entries.quantise import rotate
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.papers.base import (
@@ -256,7 +257,7 @@ def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -
         cache = cache_of(engine, text)
         blocks = cache.blocks
         (keys, _), (exact, _) = decoded(cache), decoded(cache_of(whole, text))
-        assert torch.equal(inputs.local_query[:, index], cache.local_query)
+        assert torch.equal(inputs.local_query[:, index], local_query(cache))
         middle = [t for b in blocks.middle_blocks for t in range(*blocks.span(b))]
         anchors = [t for t in range(blocks.n_tokens) if t not in middle]
         # means of 12 or fewer float32 values of about 1
@@ -274,13 +275,13 @@ def test_the_inputs_of_a_request_are_those_of_its_chunk_caches(engine: Engine) -
             error = (summary - mean).abs()
             assert bool((error <= mean.abs().amax(-1, keepdim=True) * (0.5 / 127 + 2**-10)).all())
         for name in ("block_max", "block_min"):
-            of_chunk = getattr(cache.statistics, name).long()
+            of_chunk = getattr(statistics(cache), name).long()
             expected = of_chunk + first_block if blocks.middle_blocks else of_chunk
             assert torch.equal(getattr(inputs, name)[:, index], expected)
             if not blocks.middle_blocks:
                 assert bool((of_chunk == -1).all())
         tokens = slice(first_token, first_token + blocks.n_tokens)
-        assert torch.equal(inputs.outliers[:, tokens], cache.statistics.outliers)
+        assert torch.equal(inputs.outliers[:, tokens], statistics(cache).outliers)
         first_block += blocks.n_blocks
         first_token += blocks.n_tokens
     assert first_token == layout.n_context and first_block == layout.n_blocks

@@ -18,8 +18,8 @@ from samkv_integrations.errors import ChunkNotCached, InvalidOption, Unsupported
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.model.decode_layer import is_plain
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.memory import MemoryStore
 from tests.support.asking import announce
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits, plain_logits
 from tests.support.models import byte_tokenizer, hf_model

@@ -14,7 +14,7 @@ import torch
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.store.base import MemoryStore
+from samkv_integrations.store.memory import MemoryStore
 from tests.support.laws import CHUNKS, PROMPT, first_logits
 from tests.support.models import byte_tokenizer, hf_model
 

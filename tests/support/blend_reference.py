@@ -24,7 +24,7 @@ from samkv_integrations.runtimes.transformers.passes.loader import Context
 from samkv_integrations.runtimes.transformers.passes.method import Probe
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import MemoryChunk, MemoryStore
+from samkv_integrations.store.memory import MemoryChunk, MemoryStore
 from tests.support.chunks import TINY, decoded, random_chunk
 from tests.support.laws import mixed
 from tests.support.models import turned

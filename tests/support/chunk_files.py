@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from samkv_integrations.chunks.chunk import ChunkCache
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_shape
 from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.chunk_file import ChunkFile, encode
 
@@ -23,9 +24,8 @@ def open_file(path: Path, chunk: ChunkCache) -> ChunkFile:
     return ChunkFile(path, chunk.key, chunk.fingerprint, namespace=NAMESPACE, secret=SECRET)
 
 
-def read_all(stored: StoredChunk) -> Tensor:
+def read_all(stored: StoredChunk) -> NDArray[np.uint8]:
     """(L, T, E): the entries of all layers."""
-    form, n_layers = stored.fingerprint.entry_format, stored.fingerprint.n_layers
-    entries = torch.empty(n_layers, stored.n_tokens, form.n_bytes, dtype=torch.uint8)
+    entries = np.empty(cache_shape(stored.fingerprint, stored.n_tokens).entries, np.uint8)
     stored.read_layers(0, list(entries))
     return entries

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import (
-    BlockMeans,
-    ChunkCache,
-    ChunkStatistics,
-    Fingerprint,
-    normalise,
-)
+from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint, normalise
 from samkv_integrations.engine import Engine
+from samkv_integrations.runtimes.transformers.entries import cache_arrays
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    BlockMeans,
+    ChunkStatistics,
+    dtype_of,
+    entry_format_of,
+    key_range,
+)
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat, groups
 
 TINY = Fingerprint(
@@ -58,7 +60,7 @@ def random_chunk(
     """
     made_by = fingerprint
     blocks = made_by.scheme.of(n_tokens)
-    dtype, middle = made_by.torch_dtype, blocks.middle_blocks
+    dtype, middle = dtype_of(made_by), blocks.middle_blocks
     n_layers, n_groups, dim = made_by.n_layers, made_by.n_kv_heads, made_by.head_dim
     generator = torch.Generator().manual_seed(seed)
 
@@ -78,19 +80,19 @@ def random_chunk(
     outliers[:, is_anchor] = False
     token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
     n_middle = len(blocks.middle_blocks)
-    form = made_by.entry_format
+    form = entry_format_of(made_by)
     keys, values = (normal(n_layers, n_tokens, n_groups, dim) for _ in range(2))
-    entries, key_range = map(
+    entries, ranges = map(
         torch.stack,
         zip(*(encoded(form, *each) for each in zip(keys, values, strict=True)), strict=True),
     )
-    return ChunkCache(
-        key=key or f"{seed:032x}",
-        fingerprint=made_by,
-        text=text if text is not None else f"Chunk {seed}, {n_tokens} tokens: é ∑.\nSecond line.",
-        token_ids=token_ids,
+    text = text if text is not None else f"Chunk {seed}, {n_tokens} tokens: é ∑.\nSecond line."
+    ids = tuple(token_ids.tolist())
+    return cache_arrays.cache_of(
+        ChunkRef(key=key or f"{seed:032x}", text=text, token_ids=ids),
+        made_by,
         entries=entries,
-        key_range=key_range,
+        key_range=ranges,
         local_query=normal(n_layers, made_by.n_heads, dim),
         statistics=ChunkStatistics(
             block_max=middle_block(),
@@ -114,16 +116,16 @@ def cache_of(engine: Engine, text: str) -> ChunkCache:
 
 def decoded(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
     """(L, T, G, D) each: the un-rotated keys and the values that a chunk's entries stand for."""
-    form = chunk.fingerprint.entry_format
-    layers = list(zip(chunk.entries, chunk.key_range, strict=True))
-    group = groups(chunk.n_tokens, chunk.entries.device)
-    keys = torch.stack([form.keys(entries, key_range, group) for entries, key_range in layers])
+    form = entry_format_of(chunk.fingerprint)
+    layers = list(zip(torch.from_numpy(chunk.entries), key_range(chunk), strict=True))
+    group = groups(chunk.n_tokens, torch.device("cpu"))
+    keys = torch.stack([form.keys(entries, ranges, group) for entries, ranges in layers])
     return keys, torch.stack([form.values(entries) for entries, _ in layers])
 
 
 def key_steps(chunk: ChunkCache) -> Tensor:
     """(L, T, G, D): how far apart the transformed keys are that a token may have."""
-    return chunk.key_range[:, groups(chunk.n_tokens, chunk.entries.device), 0].float()
+    return key_range(chunk)[:, groups(chunk.n_tokens, torch.device("cpu")), 0].float()
 
 
 def transformed(channels: Tensor) -> Tensor:

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.chunks.chunk import BlockMeans, ChunkBlocks, ChunkStatistics
+from samkv_integrations.chunks.chunk import ChunkBlocks
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    BlockMeans,
+    ChunkStatistics,
+)
 from samkv_integrations.runtimes.transformers.entries.quantise import HALF_STEP, as_half
 
 MIN_LATER = 8

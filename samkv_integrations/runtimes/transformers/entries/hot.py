@@ -8,24 +8,32 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import ClassVar, TypeGuard
 from weakref import WeakSet
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.store.base import MemoryChunk, Store, StoredChunk
-from samkv_integrations.store.chunk_file import ChunkFile, FileLayout
-from samkv_integrations.store.index import Place
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    cache_shape,
+    key_range,
+)
+from samkv_integrations.store.base import Store, StoredChunk
+from samkv_integrations.store.memory import MemoryChunk
+
+Place = tuple[str, str]
+"""Digest of the fingerprint, and key, of a chunk."""
 
 Copied = Sequence[torch.cuda.Event]
 """Of each layer the event after which it is on the GPU; empty if all layers are."""
 
 _MOST_READERS = 16
+_NO_ENTRIES = np.empty((0, 0, 0), np.uint8)
 
 
 @lru_cache(2)
@@ -41,25 +49,36 @@ def copying(gpu: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
 
 
-class HotChunk(MemoryChunk):
-    """A chunk cache out of `HotChunks`. Nothing is read for it.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HotCache:
+    """A cache in memory.
 
-    entries: (L, T, E) uint8, on the host or the device.
-    copied: a stream waits for a layer's event before it reads that layer, or the key ranges.
+    stored: closed; it tells whether the cache is current. cache: without entries.
+    entries: (L, T, E) uint8; key_range: (L, N, 2, G, D) float16. Both are on the host, or both on
+        the device.
+    copied: a stream waits for a layer's event before it reads that layer, or the key range.
     """
 
-    def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint, copied: Copied = ()) -> None:
-        super().__init__(chunk, fingerprint)
-        self.bytes_read = 0
-        self.move(chunk, copied)
+    stored: StoredChunk
+    cache: ChunkCache
+    entries: Tensor
+    key_range: Tensor
+    copied: Copied = ()
 
-    def move(self, chunk: ChunkCache, copied: Copied) -> None:
-        """Take the same cache elsewhere."""
-        self._chunk, self.entries, self.copied = chunk, chunk.entries, copied
+
+class HotChunk(MemoryChunk):
+    """A chunk cache out of `HotChunks`. Nothing is read for it."""
+
+    def __init__(self, hot: HotCache, fingerprint: Fingerprint) -> None:
+        super().__init__(hot.cache, fingerprint)
+        self.bytes_read, self.hot = 0, hot
+
+    def chunk(self, entries: NDArray[np.uint8] | None = None) -> ChunkCache:
+        return replace(self.hot.cache, entries=self.hot.entries.cpu().numpy())
 
 
 class HotChunks:
-    """Caches of chunk files in memory, packed as stored; the least recently used make room.
+    """Caches of a store in memory, packed as stored; the least recently used make room.
 
     Before a cache is used, its file is opened, and must be the one that was read, unchanged. So a
     chunk that any process has deleted, evicted or replaced is a miss, as it is without this class.
@@ -73,8 +92,6 @@ class HotChunks:
             ``max_bytes`` of them, and they move back when they make room.
     """
 
-    _all: ClassVar[WeakSet[HotChunks]] = WeakSet()
-
     def __init__(
         self, store: Store, max_bytes: int = 0, devices: Collection[torch.device] = ()
     ) -> None:
@@ -82,17 +99,16 @@ class HotChunks:
         on_gpu = {device for device in devices if device.type == "cuda"}
         self._is_pinned = bool(on_gpu) and torch.cuda.is_available()
         self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
-        # the most recently used one last; the file, which is closed, tells whether it is current
-        self._held: OrderedDict[Place, tuple[ChunkFile, ChunkCache, Copied]] = OrderedDict()
+        self._held: OrderedDict[Place, HotCache] = OrderedDict()  # the most recently used one last
         self._coming: dict[tuple[int, Place], Future[None]] = {}  # by process: a fork has none
         self._seen_deletion: int | None = None
         self._lock = threading.Lock()
-        HotChunks._all.add(self)
+        self._siblings = WeakSet((self,))
 
     @property
     def n_bytes(self) -> int:
         """Of the caches that are held, wherever they are."""
-        return sum(file.layout.size for file, *_ in [*self._held.values()])
+        return sum(hot.stored.size for hot in [*self._held.values()])
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -103,21 +119,21 @@ class HotChunks:
         if coming is not None and not coming.cancel():  # what has not begun is read here
             wait([coming])
         found = self._held.get(place)
-        if found is not None and not found[0].is_current():
+        if found is not None and not found.stored.is_current():
             self.sweep()
             found = None
         if found is None:
             return self._store.open(key, fingerprint, token_ids)
-        file, cache, copied = found
-        if token_ids is not None and cache.token_ids.tolist() != list(token_ids):
+        if token_ids is not None and found.cache.token_ids.tolist() != list(token_ids):
             return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
-        if copied and copied[-1].query():  # type: ignore[no-untyped-call]
-            copied = ()
+        hot = found
+        if hot.copied and hot.copied[-1].query():  # type: ignore[no-untyped-call]
+            hot = replace(hot, copied=())
         with self._lock:
             if self._held.get(place) is found:  # else it was cleared, and goes with this question
-                self._held[place] = file, cache, copied
+                self._held[place] = hot
                 self._held.move_to_end(place)
-        return HotChunk(cache, fingerprint, copied)
+        return HotChunk(hot, fingerprint)
 
     def bring(self, chunks: Sequence[StoredChunk]) -> None:
         """Begin to copy the chunks of a question that are in the host's memory to the GPU.
@@ -126,41 +142,44 @@ class HotChunks:
         computes, see `HotChunk.copied`. The host waits for nothing.
         """
         gpu, hot = self._gpu, [each for each in dict.fromkeys(chunks) if isinstance(each, HotChunk)]
-        on_host = [chunk for chunk in hot if chunk.entries.device != gpu]
+        on_host = [chunk for chunk in hot if chunk.hot.entries.device != gpu]
         if gpu is None or not on_host:
             return
         copies, copied = copying(gpu), list[torch.cuda.Event]()
-        moving: list[tuple[HotChunk, ChunkCache]] = []
+        moving: list[tuple[HotChunk, HotCache]] = []
         with self._lock:
             with suppress(RuntimeError):  # no memory is left: the others stay where they are
                 for chunk in on_host:
+                    here = chunk.hot
                     held = self._held.get((chunk.fingerprint.digest, chunk.key))
-                    if held is not None and held[1].entries.device == gpu:
-                        if held[1].token_ids is chunk.chunk().token_ids:  # moved, not read again
-                            chunk.move(*held[1:])  # by another question, meanwhile
+                    if held is not None and held.entries.device == gpu:
+                        if held.stored is here.stored:  # moved by another question, not read again
+                            chunk.hot = held
                             continue
-                    sides = chunk.entries, chunk.key_range()
+                    sides = here.entries, here.key_range
                     entries, key_range = (torch.empty_like(side, device=gpu) for side in sides)
                     for side in (entries, key_range):
                         side.record_stream(copies)  # so that it is freed after the copies only
-                    cache = replace(chunk.chunk(), entries=entries, key_range=key_range)
-                    moving.append((chunk, cache))
+                    there = replace(here, entries=entries, key_range=key_range, copied=copied)
+                    moving.append((chunk, there))
             # for what used this memory, and for caches that were moved to the host
             copies.wait_stream(torch.cuda.current_stream(gpu))
             with torch.cuda.stream(copies):
-                for chunk, cache in moving:
-                    cache.key_range.copy_(chunk.key_range(), non_blocking=True)
-                layers = [zip(cache.entries, chunk.entries, strict=True) for chunk, cache in moving]
+                for chunk, there in moving:
+                    there.key_range.copy_(chunk.hot.key_range, non_blocking=True)
+                layers = [
+                    zip(there.entries, chunk.hot.entries, strict=True) for chunk, there in moving
+                ]
                 for layer in zip(*layers, strict=True):
-                    for there, here in layer:
-                        there.copy_(here, non_blocking=True)
+                    for of_gpu, of_host in layer:
+                        of_gpu.copy_(of_host, non_blocking=True)
                     copied.append(copies.record_event())
-            for chunk, cache in moving:
-                place = chunk.fingerprint.digest, chunk.key
+            for chunk, there in moving:
+                place, here = (chunk.fingerprint.digest, chunk.key), chunk.hot
                 held = self._held.get(place)
-                if held is not None and held[1] is chunk.chunk():  # else as in `open`
-                    self._hold(place, held[0], cache, copied)
-                chunk.move(cache, copied)
+                if held is not None and held.entries is here.entries:  # else as in `open`
+                    self._hold(place, there)
+                chunk.hot = there
 
     def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
         """Begin to read chunks, which a question will use, in threads.
@@ -172,9 +191,7 @@ class HotChunks:
         with self._lock, suppress(RuntimeError):  # no more threads can be started
             for chunk in chunks if free else ():
                 place = (fingerprint.digest, chunk.key)
-                free -= FileLayout.of(
-                    fingerprint, len(chunk.token_ids), self._store.namespace, chunk.text
-                ).size
+                free -= cache_shape(fingerprint, len(chunk.token_ids)).n_bytes
                 if free < 0:
                     break
                 if place in self._held:
@@ -195,19 +212,20 @@ class HotChunks:
     def _read(self, place: Place, fingerprint: Fingerprint) -> None:
         with suppress(CacheMiss), self._store.open(place[1], fingerprint) as stored:
             if (entries := self.room_for(stored)) is not None:
-                stored.read_layers(0, [*entries])
+                stored.read_layers(0, [*entries.numpy()])
                 self.keep(stored, entries)
 
-    def fits(self, stored: StoredChunk) -> TypeGuard[ChunkFile]:
+    def fits(self, stored: StoredChunk) -> bool:
         """Whether there can be room for a chunk: it has a file, of at most ``max_bytes``."""
-        return isinstance(stored, ChunkFile) and stored.layout.size <= self.max_bytes
+        return 0 < stored.size <= self.max_bytes
 
     def room_for(self, stored: StoredChunk) -> Tensor | None:
         """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""
         if not self.fits(stored):
             return None
         with suppress(RuntimeError):  # no memory is left
-            return self._empty(stored.layout.tensors["entries"].shape, torch.uint8)
+            shape = cache_shape(stored.fingerprint, stored.n_tokens)
+            return self._empty(shape.entries, torch.uint8)
         return None
 
     def keep(self, stored: StoredChunk, entries: Tensor) -> None:
@@ -215,44 +233,45 @@ class HotChunks:
 
         A chunk whose file was deleted or changed meanwhile is not held.
         """
-        assert isinstance(stored, ChunkFile)
         # what this question does not need may be damaged, and memory may be short
         with suppress(CacheMiss, RuntimeError):
-            cache = stored.chunk(entries)
-            ranges = self._empty(cache.key_range.shape, torch.float16).copy_(cache.key_range)
-            cache = replace(cache, key_range=ranges)
+            cache = replace(stored.chunk(entries.numpy()), entries=_NO_ENTRIES)
+            ranges = key_range(cache)
+            ranges = self._empty(ranges.shape, ranges.dtype).copy_(ranges)
+            hot = HotCache(stored=stored, cache=cache, entries=entries, key_range=ranges)
             with self._lock:
                 if stored.is_current():
-                    self._hold((stored.fingerprint.digest, stored.key), stored, cache, ())
+                    self._hold((stored.fingerprint.digest, stored.key), hot)
 
-    def _hold(self, place: Place, file: ChunkFile, cache: ChunkCache, copied: Copied) -> None:
+    def _hold(self, place: Place, hot: HotCache) -> None:
         """Hold a cache as the most recently used one, and make room for it."""
-        self._held[place] = file, cache, copied
+        self._held[place] = hot
         self._held.move_to_end(place)
         free = {"cpu": self.max_bytes, "cuda": self.max_bytes}
-        for place, (file, cache, copied) in reversed([*self._held.items()]):
-            was = where = cache.entries.device.type
-            if free[where] < file.layout.size:
+        for place, hot in reversed([*self._held.items()]):
+            was = where = hot.entries.device.type
+            if free[where] < hot.stored.size:
                 where = "cpu"
-            if free[where] < file.layout.size:
+            if free[where] < hot.stored.size:
                 del self._held[place]
                 continue
-            free[where] -= file.layout.size
+            free[where] -= hot.stored.size
             if where != was:
                 try:
-                    self._held[place] = file, self._on_host(cache, copied), ()
+                    self._held[place] = self._on_host(hot)
                 except RuntimeError:  # no memory is left
                     del self._held[place]
 
-    def _on_host(self, cache: ChunkCache, copied: Copied) -> ChunkCache:
+    def _on_host(self, hot: HotCache) -> HotCache:
         """A cache in the host's memory. The host waits for no copy, and does not read it."""
-        if copied:
-            torch.cuda.current_stream(cache.entries.device).wait_event(copied[-1])
+        if hot.copied:
+            torch.cuda.current_stream(hot.entries.device).wait_event(hot.copied[-1])
 
         def moved(tensor: Tensor) -> Tensor:
             return self._empty(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
-        return replace(cache, entries=moved(cache.entries), key_range=moved(cache.key_range))
+        entries, key_range = moved(hot.entries), moved(hot.key_range)
+        return replace(hot, entries=entries, key_range=key_range, copied=())
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor on the host."""
@@ -267,8 +286,8 @@ class HotChunks:
     def sweep(self) -> None:
         """Free all caches whose file was deleted, evicted or replaced."""
         with self._lock:
-            for place, (file, *_) in [*self._held.items()]:
-                if not file.is_current():
+            for place, hot in [*self._held.items()]:
+                if not hot.stored.is_current():
                     del self._held[place]
 
     def clear(self) -> None:
@@ -276,8 +295,12 @@ class HotChunks:
         with self._lock:
             self._held.clear()
 
-    @classmethod
-    def clear_all(cls) -> None:
-        """Free the caches of all engines of this process."""
-        for each in [*cls._all]:
+    def join(self, siblings: WeakSet[HotChunks]) -> None:
+        """Enter a group, such as of the engines of one model, whose memory `clear_all` frees."""
+        siblings.add(self)
+        self._siblings = siblings
+
+    def clear_all(self) -> None:
+        """Free all caches of the group."""
+        for each in [*self._siblings]:
             each.clear()

@@ -18,6 +18,13 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,
     mean_of_blocks,
 )
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    block_means,
+    entry_format_of,
+    key_range,
+    local_query,
+    statistics,
+)
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk, HotChunks, readers
 from samkv_integrations.runtimes.transformers.entries.quantise import GROUP_TOKENS, Entries
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
@@ -69,7 +76,7 @@ class Context:
     ) -> None:
         self.layout = layout
         self.chunks, self._hot = chunks, hot
-        self.form = fingerprint.entry_format
+        self.form = entry_format_of(fingerprint)
         self.n_layers = fingerprint.n_layers
         self._devices = [rotation.of(layer)[0].device for layer in range(self.n_layers)]
         self._is_pinned = any(device.type == "cuda" for device in self._devices)
@@ -101,7 +108,8 @@ class Context:
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
         self._held: dict[int, Tensor] = {}  # (L, t, E) of the t tokens of each hot chunk
         hot_chunks = (chunk for chunk in chunks if isinstance(chunk, HotChunk))
-        self._copied = {id(each.copied): each.copied for each in hot_chunks if each.copied}
+        events = (chunk.hot.copied for chunk in hot_chunks)
+        self._copied = {id(copied): copied for copied in events if copied}
         for index, chunk in enumerate(chunks):
             if isinstance(chunk, HotChunk):
                 blocks = layout.block_range[index]
@@ -120,14 +128,14 @@ class Context:
         wait([each for each in self._work if not each.cancel()])
 
     def _hot_entries(self, index: int, chunk: HotChunk) -> Tensor:
-        tokens = self.layout.token_range[index]
+        tokens, entries = self.layout.token_range[index], chunk.hot.entries
         offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
         if bool((offsets.diff() == 1).all()):  # one run, which needs no copy
-            return chunk.entries[:, int(offsets[0]) : int(offsets[-1]) + 1]
+            return entries[:, int(offsets[0]) : int(offsets[-1]) + 1]
         self._wait_for_copies(-1)
-        if self._is_pinned and chunk.entries.is_cpu:  # a copy to the host may be on its way
+        if self._is_pinned and entries.is_cpu:  # a copy to the host may be on its way
             torch.cuda.synchronize(self._devices[-1])
-        return chunk.entries.index_select(1, offsets.to(chunk.entries.device))
+        return entries.index_select(1, offsets.to(entries.device))
 
     def load(self, blocks: Tensor) -> None:
         """Read those of ``blocks`` (L, Nb) bool that were not read before. Raises ChunkLost.
@@ -172,7 +180,7 @@ class Context:
                         first, last = int(neighbours[0]), int(neighbours[-1])
                         begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
                         entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
-                        chunk.read_blocks(layer, range(first, last + 1), entries)
+                        chunk.read_blocks(layer, range(first, last + 1), entries.numpy())
                         at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
                         out[at] = entries[offsets[at] - begin]
         self._loaded |= missing
@@ -230,7 +238,7 @@ class Context:
             shape = (len(sides), chunk.n_tokens, self.form.n_bytes)
             into = [*torch.empty(shape, dtype=torch.uint8)]
         with _reading(chunk):
-            chunk.read_layers(first, into)
+            chunk.read_layers(first, [side.numpy() for side in into])
             if first == 0:
                 for index in places:
                     self._keep_range(index)
@@ -243,7 +251,7 @@ class Context:
                     torch.index_select(entries, 0, offsets, out=out)
 
     def _keep_range(self, index: int) -> None:
-        groups, found = self._groups[index], self.chunks[index].key_range()
+        groups, found = self._groups[index], key_range(self.chunks[index])
         # NumPy, as torch would start threads of its own for the copy
         self._read_range.numpy()[:, groups.start : groups.stop] = found.numpy()
 
@@ -273,8 +281,12 @@ class Context:
             self._codes[layer] = codes
         if device not in self._key_range:
             self._wait_for(0)
-            held = {index: self.chunks[index].key_range() for index in self._held}
-            moved = self._moved(self._read_range, held, self._groups, 1, device)
+            hot = {
+                index: chunk.hot.key_range
+                for index, chunk in enumerate(self.chunks)
+                if isinstance(chunk, HotChunk)
+            }
+            moved = self._moved(self._read_range, hot, self._groups, 1, device)
             self._key_range[device] = moved
         return codes, self._key_range[device][layer]
 
@@ -352,19 +364,19 @@ class Context:
                 if "block_means" in needs:
                     middle, n_blocks = chunk.blocks.middle_blocks, chunk.blocks.n_blocks
                     around = (0, 0, 0, 0, middle.start, n_blocks - middle.stop)
-                    means = F.pad(decode_means(chunk.block_means()), around)
+                    means = F.pad(decode_means(block_means(chunk)), around)
                     found["block_means"] = means[:, held]
                 if "local_query" in needs:
-                    found["local_query"] = chunk.local_query().float()
+                    found["local_query"] = local_query(chunk).float()
                 if "statistics" in needs:
-                    statistics = chunk.statistics()
+                    of_chunk = statistics(chunk)
                     # one more, for -1: no middle block
                     place = torch.full((chunk.blocks.n_blocks + 1,), -1)
                     place[held] = torch.arange(blocks.start, blocks.stop)
-                    found["block_max"] = place[statistics.block_max.long()]
-                    found["block_min"] = place[statistics.block_min.long()]
+                    found["block_max"] = place[of_chunk.block_max.long()]
+                    found["block_min"] = place[of_chunk.block_min.long()]
                     offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
-                    found["outliers"] = statistics.outliers[:, offsets]
+                    found["outliers"] = of_chunk.outliers[:, offsets]
             for name, tensor in found.items():
                 parts.setdefault(name, []).append(tensor)
         for name, values in parts.items():

@@ -18,6 +18,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     layer_statistics,
     quantise_means,
 )
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_of, entry_format_of
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 
@@ -126,7 +127,7 @@ class PrefilledChunks:
     ) -> None:
         self._chunks, self._fingerprint, self._computed = chunks, fingerprint, computed
         blocks = [fingerprint.scheme.of(len(chunk.token_ids)) for chunk in chunks]
-        form = fingerprint.entry_format
+        form = entry_format_of(fingerprint)
         self._blocks = blocks
         self._tokens = _slices(of.n_tokens for of in blocks)
         self._groups = _slices(form.range_shape(of.n_tokens)[0] for of in blocks)
@@ -142,9 +143,8 @@ class PrefilledChunks:
     def __getitem__(self, at: int) -> ChunkCache:
         chunk, tokens = self._chunks[at], self._tokens[at]
         entries, key_range, local_query, alpha, sustained, means = self._computed
-        return ChunkCache(
-            key=chunk.key, fingerprint=self._fingerprint, text=chunk.text,
-            token_ids=torch.tensor(chunk.token_ids, dtype=torch.int32),
+        return cache_of(
+            chunk, self._fingerprint,
             # copies, which do not keep the memory of the whole batch
             entries=entries[:, tokens].clone(), key_range=key_range[:, self._groups[at]].clone(),
             local_query=local_query[:, at].clone(),
@@ -264,7 +264,7 @@ def prefill(
         for _ in range(2)
     )
 
-    middle, form = _Means(middle_runs, model.device), fingerprint.entry_format
+    middle, form = _Means(middle_runs, model.device), entry_format_of(fingerprint)
     n_numbers = n_tokens * model.n_kv_heads * model.head_dim
     together = 1 if on_cpu else max(1, _ENCODED // n_numbers)
     of_keys, of_values = list[Tensor](), list[Tensor]()  # (R, G, D) of layers that come next

@@ -15,8 +15,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint, chunk_key
 from samkv_integrations.errors import MISS_REASONS, CacheMiss
@@ -154,8 +154,9 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
 
 def blocks_of(layer: int, blocks: list[int]) -> Callable[[ChunkFile], object]:
     def read(stored: ChunkFile) -> object:
-        n_rows = int(CHUNK.blocks.lengths[blocks].sum())
-        out = torch.empty(n_rows, CHUNK.entries.shape[-1], dtype=torch.uint8)
+        spans = [CHUNK.blocks.span(block) for block in blocks]
+        n_rows = sum(stop - first for first, stop in spans)
+        out = np.empty((n_rows, CHUNK.entries.shape[-1]), np.uint8)
         stored.read_blocks(layer, blocks, out)
         return out
 
@@ -164,11 +165,12 @@ def blocks_of(layer: int, blocks: list[int]) -> Callable[[ChunkFile], object]:
 
 READS: dict[str, Callable[[ChunkFile], Any]] = {
     "token_ids": lambda stored: stored.token_ids,
-    "statistics": lambda stored: stored.statistics(),
+    "outliers": lambda stored: stored.array("outliers"),
     "text": lambda stored: stored.text(),
-    "local_query": lambda stored: stored.local_query(),
-    "block_means": lambda stored: stored.block_means(),
-    "key_range": lambda stored: stored.key_range(),
+    "local_query": lambda stored: stored.array("local_query"),
+    "summary_codes": lambda stored: stored.array("summary_codes"),
+    "summary_scale": lambda stored: stored.array("summary_scale"),
+    "key_range": lambda stored: stored.array("key_range"),
     "all": read_all,
     "some blocks": blocks_of(1, [1, 2, 4]),
     "one block": blocks_of(0, [3]),
@@ -178,10 +180,11 @@ READS: dict[str, Callable[[ChunkFile], Any]] = {
 
 
 def content(found: object) -> object:
-    """Something that can be compared: tensors become dtype, shape and bytes."""
-    if isinstance(found, torch.Tensor):
-        data = found.contiguous().flatten().view(torch.uint8) if found.numel() else found
-        return found.dtype, found.shape, data.tolist()
+    """Something that can be compared: arrays become dtype, shape and bytes."""
+    if isinstance(found, np.ndarray):
+        return found.dtype, found.shape, found.tobytes()
+    if isinstance(found, dict):
+        return {name: content(each) for name, each in found.items()}
     if is_dataclass(found) and not isinstance(found, Fingerprint):
         return {each.name: content(getattr(found, each.name)) for each in fields(found)}
     return found

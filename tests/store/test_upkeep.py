@@ -242,7 +242,7 @@ def test_tenants_see_nothing_of_each_other(folder: Path) -> None:
     (mine,) = other.keys()
     assert other.text(chunk.key) is None and other.delete(chunk.key) == 0
     assert one.contains(chunk.key, TINY)
-    hashes = one.chunk_index(TINY).windows.first_places(chunk.token_ids.numpy())
+    hashes = one.chunk_index(TINY).windows.first_places(chunk.token_ids)
     assert one.chunk_index(TINY).find(hashes)[0]
     assert other.chunk_index(TINY).find(hashes) == ({}, {})
     assert other.stats().n_chunks == 1 and {r.namespace for r in other.stats().rows} == {"other"}

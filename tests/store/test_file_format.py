@@ -11,14 +11,17 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from blake3 import blake3
+from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.runtimes.transformers.entries import cache_arrays
 from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
@@ -29,9 +32,9 @@ SMALL = replace(TINY, n_heads=2, n_kv_heads=1, head_dim=4, block_size=2)
 N_TOKENS = 9
 
 
-def pack(tensor: Tensor, code: str) -> bytes:
-    """The numbers of a tensor, one after the other."""
-    numbers = tensor.flatten().tolist()
+def pack(numbers: Tensor | NDArray[Any], code: str) -> bytes:
+    """The numbers of an array, one after the other."""
+    numbers = numbers.reshape(-1).tolist()
     if code == "bfloat16":  # the upper half of a float32
         return b"".join(struct.pack("<f", number)[2:] for number in numbers)
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
@@ -59,24 +62,26 @@ def file_by_hand(chunk: ChunkCache) -> bytes:
         entry_bytes = 2 * groups * dim * bits // 8 + 2 * groups * 2
     rows = groups, dim
     text = chunk.text.encode("utf-8", "surrogatepass")
+    about, means = cache_arrays.statistics(chunk), cache_arrays.block_means(chunk)
+    query, ranges = cache_arrays.local_query(chunk), cache_arrays.key_range(chunk)
     n_ranges = math.ceil(n_tokens / 64) if bits < 16 else 0
     entries = n_layers, n_tokens, entry_bytes
     table = [
         ("token_ids", "I32", [n_tokens], pack(chunk.token_ids, "i")),
-        ("block_max", "I32", [n_layers], pack(chunk.statistics.block_max, "i")),
-        ("block_min", "I32", [n_layers], pack(chunk.statistics.block_min, "i")),
-        ("stable", "U8", [n_layers], pack(chunk.statistics.stable, "B")),
-        ("outliers", "U8", [n_layers, n_tokens], pack(chunk.statistics.outliers, "B")),
+        ("block_max", "I32", [n_layers], pack(about.block_max, "i")),
+        ("block_min", "I32", [n_layers], pack(about.block_min, "i")),
+        ("stable", "U8", [n_layers], pack(about.stable, "B")),
+        ("outliers", "U8", [n_layers, n_tokens], pack(about.outliers, "B")),
         ("text", "U8", [len(text)], text),
-        ("local_query", name, [n_layers, heads, dim], pack(chunk.local_query, code)),
-        ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(chunk.block_means.codes, "b")),
+        ("local_query", name, [n_layers, heads, dim], pack(query, code)),
+        ("summary_codes", "I8", [n_layers, len(middle), *rows], pack(means.codes, "b")),
         (
             "summary_scale",
             "F16",
             [n_layers, len(middle), groups],
-            pack(chunk.block_means.scale, "e"),
+            pack(means.scale, "e"),
         ),
-        ("key_range", "F16", [n_layers, n_ranges, 2, *rows], pack(chunk.key_range, "e")),
+        ("key_range", "F16", [n_layers, n_ranges, 2, *rows], pack(ranges, "e")),
     ]
     regions = [data for *_, data in table]
     for layer in range(n_layers):
@@ -146,9 +151,10 @@ def reason_of(path: Path, chunk: ChunkCache) -> str:
     return caught.value.reason
 
 
-def read_block(stored: StoredChunk, layer: int, block: int) -> Tensor:
+def read_block(stored: StoredChunk, layer: int, block: int) -> NDArray[np.uint8]:
     first, stop = stored.blocks.span(block)
-    entries = torch.empty(stop - first, stored.fingerprint.entry_format.n_bytes, dtype=torch.uint8)
+    n_bytes = cache_arrays.entry_format_of(stored.fingerprint).n_bytes
+    entries = np.empty((stop - first, n_bytes), np.uint8)
     stored.read_blocks(layer, [block], entries)
     return entries
 
@@ -200,7 +206,8 @@ def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16
             SMALL, dtype="bfloat16", n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64,
             block_size=BlockScheme.auto(512).size, store_bits=bits,
         )  # fmt: skip
-        layout = FileLayout(fingerprint=fingerprint, n_tokens=512, namespace="", n_text=2200)
+        shape = cache_arrays.cache_shape(fingerprint, 512)
+        layout = FileLayout.of(fingerprint, 512, "", 2200 * "x", shape)
         sizes[bits] = layout.file_size("0" * 32)
     entries = 24 * 512 * 2 * 2 * 64 * 2
     assert sizes[4] <= 0.32 * entries
@@ -208,13 +215,9 @@ def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16
     assert entries < sizes[16] <= 1.03 * entries
 
 
-def test_tensors_need_not_be_contiguous(chunk: ChunkCache) -> None:
-    turned = replace(
-        chunk,
-        entries=chunk.entries.transpose(0, 1).contiguous().transpose(0, 1),
-        local_query=chunk.local_query.clone().requires_grad_(),
-    )
-    assert not turned.entries.is_contiguous()
+def test_entries_need_not_be_contiguous(chunk: ChunkCache) -> None:
+    turned = replace(chunk, entries=chunk.entries.swapaxes(0, 1).copy().swapaxes(0, 1))
+    assert not turned.entries.flags.c_contiguous
     assert encoded(turned) == encoded(chunk)
 
 
@@ -317,13 +320,13 @@ def test_a_forged_file_is_corrupt(path: Path, chunk: ChunkCache) -> None:
 
 
 def layout_of(chunk: ChunkCache) -> FileLayout:
-    return FileLayout.of(chunk.fingerprint, chunk.n_tokens, NAMESPACE, chunk.text)
+    return FileLayout.of_cache(chunk, NAMESPACE)
 
 
 def block_range(layout: FileLayout, layer: int, block: int) -> tuple[int, int]:
     """First byte, and the one after the last, of one block's entries at one layer."""
     first, n_bytes = layout.block_places[block]
-    start = layout.tensors["entries"].start + layer * layout.layer_bytes + first
+    start = layout.arrays["entries"].start + layer * layout.layer_bytes + first
     return start, start + n_bytes
 
 
@@ -360,10 +363,10 @@ def test_a_read_that_is_cut_short_goes_on(
         return preadv(fd, [buffers[0][:most]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    places = layout_of(chunk).tensors
+    places = layout_of(chunk).arrays
     with open_file(path, chunk) as stored:
-        assert torch.equal(read_all(stored), chunk.entries)
-        assert torch.equal(stored.key_range(), chunk.key_range)
+        assert np.array_equal(read_all(stored), chunk.entries)
+        assert stored.array("key_range").data.tobytes() == chunk.array("key_range").data.tobytes()
         assert stored.bytes_read == path.stat().st_size - sum(
             places[name].stop - places[name].start
             for name in ("text", "local_query", "summary_codes", "summary_scale")
@@ -377,5 +380,5 @@ def test_more_layers_than_one_read_takes(tmp_path: Path) -> None:
     path = tmp_path / "chunk.safetensors"
     path.write_bytes(encoded(chunk))
     with open_file(path, chunk) as stored:
-        assert torch.equal(read_all(stored), chunk.entries)
+        assert np.array_equal(read_all(stored), chunk.entries)
         stored.verify()
