@@ -7,49 +7,24 @@ follows changes of the model, and all processes that share a store agree on its 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
-import torch
 from tqdm.auto import tqdm
 
 from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.errors import (
-    CacheMiss,
-    FingerprintMismatch,
-    InvalidChunk,
-    InvalidOption,
-    StoreError,
-)
+from samkv_integrations.chunks.recent import RecentKeys, ReleasedCaches
+from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidChunk, StoreError
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
-from samkv_integrations.runtimes.memory import available_bytes
-from samkv_integrations.runtimes.transformers.entries.attention_stats import (
-    MIN_CHUNKS,
-    PUBLISHED_STABLE_LAYERS,
-    stable_layers,
-)
-from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_shape, statistics
-from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
-from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.runtimes.transformers.passes.prefill import (
-    Before,
-    PrefilledChunks,
-    batches,
-    entries_before,
-    prefill,
-)
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.store.base import Outage, Store, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
-from samkv_integrations.store.index import bytes_of
 from samkv_integrations.store.indexed import require
 from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.windows import MIN_RUN
@@ -63,123 +38,6 @@ _log = logging.getLogger(__name__)
 _WRITERS = 4
 """Threads that write chunk caches; each mostly waits for the disk."""
 
-MAX_RECENT = 2**16
-"""Keys that `RecentKeys` remembers, about 10 MB: more than one ingest adds at once."""
-
-
-class RecentKeys:
-    """The latest `MAX_RECENT` keys of chunks, and the seconds that each took. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, keys: Iterable[str], seconds: float = 0.0) -> None:
-        """Remember keys of what took ``seconds`` each."""
-        with self._lock:
-            for key in keys:
-                self._seconds[key] = seconds
-                self._seconds.move_to_end(key)
-            while len(self._seconds) > MAX_RECENT:
-                self._seconds.popitem(last=False)
-
-    def take(self, key: str) -> float | None:
-        """Remove a key and return its seconds; None if it is unknown."""
-        with self._lock:
-            return self._seconds.pop(key, None)
-
-
-RELEASED_S, RELEASED_BYTES = 60.0, 2**28
-"""Longest time, and most bytes, that `ReleasedCaches` holds."""
-
-
-class ReleasedCaches:
-    """Caches whose records were deleted within the last minute, in memory. Thread-safe.
-
-    Indexers delete the chunks of a source and add most of them again (LangChain's ``index`` with a
-    batch that is smaller than a source). Only a text that is added again finds its cache here, no
-    prompt does.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._caches: dict[str, ChunkCache] = {}
-        self._timer: threading.Timer | None = None
-        self.n_cleared = 0
-
-    def add(self, cache: ChunkCache, n_cleared: int) -> bool:
-        """Hold a cache for a minute at most, if there is room; returns whether there was.
-
-        n_cleared: how often all were dropped, before the cache was read. Else it is not held.
-        """
-        with self._lock:
-            if n_cleared != self.n_cleared:
-                return False
-            held = [*self._caches.values(), cache]
-            if sum(each.shape.n_bytes for each in held) > RELEASED_BYTES:
-                return False
-            self._caches[cache.key] = cache
-            if self._timer is None:
-                self._timer = threading.Timer(RELEASED_S, self.clear)
-                self._timer.daemon = True
-                self._timer.start()
-            return True
-
-    def take(self, key: str, made_by: Fingerprint) -> ChunkCache | None:
-        """Remove a cache and return it; None if there is none of this fingerprint."""
-        with self._lock:
-            cache = self._caches.pop(key, None)
-        return cache if cache is not None and cache.fingerprint == made_by else None
-
-    def clear(self) -> None:
-        """Drop all caches."""
-        with self._lock:
-            self._caches, timer, self._timer = {}, self._timer, None
-            self.n_cleared += 1
-        if timer is not None:
-            timer.cancel()
-
-
-def hot_budget(model: Model, hot_bytes: int | str | None) -> int:
-    """The bytes of memory that an engine's option ``hot_bytes`` stands for.
-
-    Raises InvalidOption for no size, and for more than the device has.
-    """
-    most = available_bytes() or sys.maxsize
-    default = 0
-    if model.device.type == "cuda":
-        free, most = torch.cuda.mem_get_info(model.device)
-        default = free // 10
-    if hot_bytes is None:
-        return default
-    n_bytes = 0 if hot_bytes in (0, "0") else bytes_of("hot_bytes", hot_bytes)
-    if n_bytes > most:
-        raise InvalidOption(
-            f"hot_bytes={hot_bytes}, and {model.device} has {most} bytes; give less, or None for "
-            "the default"
-        )
-    return n_bytes
-
-
-KEPT_SHARE = 8
-"""Kept sequences take so small a share of the memory that is available when an engine is made."""
-
-
-def prefix_budget(model: Model, prefix_bytes: int | str | None) -> int:
-    """The bytes of memory that an engine's option ``prefix_bytes`` stands for.
-
-    Raises InvalidOption for no size.
-    """
-    if prefix_bytes is not None:
-        try:
-            return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)
-        except InvalidOption as error:
-            raise InvalidOption(f"{error}; 0 keeps nothing") from None
-    if model.device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info(model.device)[0] // KEPT_SHARE
-    return (available_bytes() or 2**31) // KEPT_SHARE
-
-
 def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
     """A bar on standard error that counts the tokens of the ``missed`` chunks, each chunk once.
 
@@ -192,6 +50,18 @@ def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
     )  # fmt: skip
 
 
+_Made = TypeVar("_Made")
+
+Pause = Callable[[], None]
+"""Lets other answers go on between two parts of a pass, see `Observer.pause`."""
+
+
+class Run(Protocol):
+    """Runs ``work`` in the model's thread, as `Scheduler.run` does."""
+
+    def __call__(self, work: Callable[[Pause], _Made], *, owner: str = "") -> _Made: ...
+
+
 class Chunks:
     """The chunks of one model in one store. Thread-safe.
 
@@ -200,43 +70,38 @@ class Chunks:
         scheme: the blocks of chunks. None takes the block size of the caches that the store holds
             for this model, else one that suits the lengths of the first chunks.
         store_bits: bits of each number in a chunk cache.
-        hot_bytes: see `hot_budget`.
-        run: `Scheduler.run`, which runs a function in the model's thread.
+        hot_bytes: memory for caches, see `Runtime.reader`.
+        run: `Scheduler.run`.
         on_change: called when the model has changed.
 
-    hot: verified caches in memory. outage: logs failures of the store that a prompt survives.
+    reader: opens caches for answers. outage: logs failures of the store that a prompt survives.
 
     Raises InvalidOption if the model's entries cannot be stored in ``store_bits`` bits.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: Runtime,
         store: Store,
         *,
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,
         store_bits: int,
         hot_bytes: int | str | None,
-        run: Callable[..., Any],
+        run: Run,
         on_change: Callable[[], None],
     ) -> None:
-        EntryFormat(
-            bits=store_bits, n_kv_heads=model.n_kv_heads, head_dim=model.head_dim, dtype=model.dtype
-        )  # raises
+        model.fingerprint(prefix, scheme or BlockScheme(), store_bits)  # raises
         self.model, self.prefix = model, prefix
         self.store, self._store_bits, self._scheme = store, store_bits, scheme
-        max_bytes = hot_budget(model, hot_bytes) if store.path is not None else 0
-        self.hot = HotChunks(store, max_bytes, model.layer_devices)
+        self.reader = model.reader(store, hot_bytes)
         self._run, self._on_change = run, on_change
         self.outage = Outage()
         self._lock = threading.RLock()
-        self._generation = model.identity.generation
+        self._generation = model.generation()
         self._agreed: Fingerprint | None = None
-        self._stable_layers: tuple[int, ...] | None = None
         self._prepared = RecentKeys()
         self._released = ReleasedCaches()
-        self._of_prefix: tuple[str, Before] | None = None
         self._has_looked = self._has_warned_of_short = False
 
     # -- identity ---------------------------------------------------------------------------
@@ -250,15 +115,8 @@ class Chunks:
         with self._lock:
             if self._agreed is not None:
                 return self._agreed
-            model, scheme = self.model, self._scheme or BlockScheme()
-            guess = Fingerprint(
-                model=model.name, weights=model.identity.weights, config=model.identity.config,
-                tokenizer=model.tokenizer_digest, dtype=model.dtype_name, rope=model.identity.rope,
-                n_layers=model.n_layers, n_heads=model.n_heads, n_kv_heads=model.n_kv_heads,
-                head_dim=model.head_dim, prefix=",".join(map(str, self.prefix)),
-                block_size=scheme.size, n_init=scheme.n_init, n_local=scheme.n_local,
-                store_bits=self._store_bits,
-            )  # fmt: skip
+            scheme = self._scheme or BlockScheme()
+            guess = self.model.fingerprint(self.prefix, scheme, self._store_bits)
             if self._scheme is not None:
                 self._agreed = guess
                 return guess
@@ -271,15 +129,15 @@ class Chunks:
     def follow_model(self) -> Fingerprint:
         """Check once a request whether the model has changed; returns the current `fingerprint`.
 
-        Raises UnsupportedModel as `Identity.look` does.
+        Raises UnsupportedModel as `Runtime.generation` does.
         """
-        generation = self.model.identity.look()
+        generation = self.model.generation()
         with self._lock:
             has_changed = generation != self._generation
             if has_changed:
-                self._generation, self._agreed, self._stable_layers = generation, None, None
+                self._generation, self._agreed = generation, None
         if has_changed:
-            self.hot.clear()
+            self.reader.clear()
             self._on_change()
         return self.fingerprint
 
@@ -287,7 +145,7 @@ class Chunks:
         """The fingerprint, and a function that tells whether the model is still the same."""
         with self._lock:
             generation = self._generation
-            return self.fingerprint, lambda: self.model.identity.look() == generation
+            return self.fingerprint, lambda: self.model.generation() == generation
 
     # -- from texts to caches ---------------------------------------------------------------
 
@@ -443,7 +301,7 @@ class Chunks:
         fingerprint, is_same_model = self.while_computing()
         failures: list[str] = []
 
-        def keep(caches: PrefilledChunks, at: int) -> int:
+        def keep(caches: Sequence[ChunkCache], at: int) -> int:
             return self.keep(since, caches[at])
 
         with ThreadPoolExecutor(_WRITERS) as writers:
@@ -454,7 +312,8 @@ class Chunks:
                         on_written(self.keep(None, replace(cache, text=ref.text)))
                         del missed[key]
                 pending = list(missed.values())
-                for _, caches in self._passes(pending, fingerprint, is_same_model, failures, owner):
+                run = partial(self._run, owner=owner)
+                for _, caches in self._passes(pending, fingerprint, run, failures):
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, and what it was "
@@ -468,29 +327,23 @@ class Chunks:
             except BaseException:  # an interruption does not wait for a whole batch
                 writers.shutdown(cancel_futures=True)
                 raise
-            finally:
-                self._stable_layers = None  # more chunks vote now
         if failures:
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             raise InvalidChunk(failures[0] + more)
 
     def _passes(
-        self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint,
-        is_same_model: Callable[[], bool], failures: list[str], owner: str = "",
-    ) -> Iterator[tuple[list[ChunkRef], PrefilledChunks]]:  # fmt: skip
+        self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, run: Run, failures: list[str]
+    ) -> Iterator[tuple[list[ChunkRef], Sequence[ChunkCache]]]:
         """Compute chunks in the model's thread, several a pass; each pass is yielded.
 
         Where one chunk of several cannot be cached, each is tried by itself. failures: gets errors.
         """
-        if not chunks:
-            return
-        run = partial(self._run, owner=owner)
-        before = run(partial(self._entries_before, fingerprint, is_same_model))
-        pending = batches(chunks, self.model.device)
+        pending = self.model.batches(chunks) if chunks else []
         while pending:
             batch = pending.pop(0)
+            prefill = partial(self.model.prefill, batch, fingerprint, self.prefix)
             try:
-                caches = run(partial(prefill, self.model, batch, fingerprint, before))
+                caches = run(prefill)
             except InvalidChunk as error:
                 if len(batch) == 1:
                     failures.append(f"the chunk {batch[0].text[:60]!r}: {error}")
@@ -499,19 +352,8 @@ class Chunks:
                 continue
             yield batch, caches
 
-    def _entries_before(
-        self, fingerprint: Fingerprint, is_same_model: Callable[[], bool]
-    ) -> Before:
-        """Entries of the prefix, computed once a model, in the model's thread."""
-        if self._of_prefix is None or self._of_prefix[0] != fingerprint.digest:
-            entries = entries_before(self.model, self.prefix)
-            if not is_same_model():  # then nothing of them is kept
-                return entries
-            self._of_prefix = fingerprint.digest, entries
-        return self._of_prefix[1]
-
     def compute_for(
-        self, texts: Mapping[tuple[int, ...], str], since: int
+        self, texts: Mapping[tuple[int, ...], str], since: int, pause: Pause
     ) -> dict[tuple[int, ...], StoredChunk]:
         """Compute a prompt's missed chunks; returns their caches by token ids, held in memory.
 
@@ -520,8 +362,12 @@ class Chunks:
         The caches are stored, too, if the store can be written and nothing was deleted since the
         question was asked. A chunk is left out if no cache can hold it, or if its text has other
         tokens, as that of a damaged index may. Nothing is computed if the store cannot settle its
-        block size. To be called in the model's thread.
+        block size. To be called in the model's thread; ``pause`` lets other answers go on.
         """
+
+        def here(work: Callable[[Pause], _Made], *, owner: str = "") -> _Made:
+            return work(pause)
+
         chunks: list[ChunkRef] = []
         true = {ids: text for ids, text in texts.items()
                 if tuple(self.model.tokenize(text, special=False)) == ids}  # fmt: skip
@@ -529,14 +375,13 @@ class Chunks:
             chunks = self.agree(self._named(list(true.values()), list(true)))
         fingerprint, is_same_model = self.while_computing()
         made: dict[tuple[int, ...], StoredChunk] = {}
-        for batch, caches in self._passes(chunks, fingerprint, is_same_model, []):
+        for batch, caches in self._passes(chunks, fingerprint, here, []):
             is_kept = is_same_model()
             for chunk, cache in zip(batch, caches, strict=True):
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
                 if is_kept:
                     with self.outage.survived():
                         self.keep(since, cache)
-        self._stable_layers = None
         return made
 
     def deletions(self) -> int:
@@ -548,7 +393,7 @@ class Chunks:
         """
         with suppress(StoreError):
             found = self.store.deletions()
-            self.hot.follow(found)
+            self.reader.follow(found)
             return found
         return -1
 
@@ -602,7 +447,7 @@ class Chunks:
         try:
             return self.store.delete(*keys)
         finally:
-            self.hot.sweep()
+            self.reader.sweep()
             if is_final:
                 self._released.clear()
 
@@ -618,7 +463,7 @@ class Chunks:
         try:
             return self.store.forget(bodies.__contains__, [ref.token_ids for ref in found])
         finally:
-            self.hot.sweep()
+            self.reader.sweep()
             self._released.clear()
 
     def n_bytes(self, chunks: Sequence[ChunkRef]) -> int:
@@ -626,32 +471,18 @@ class Chunks:
         made_by, namespace, n_bytes = self.fingerprint, self.store.namespace, 0
         for key, ref in {ref.key: ref for ref in chunks}.items():
             n_tokens = len(ref.token_ids)
-            shape = cache_shape(made_by, n_tokens)
+            shape = self.model.cache_shape(made_by, n_tokens)
             layout = FileLayout.of(made_by, n_tokens, namespace, ref.text, shape)
             n_bytes += layout.file_size(key)
         return n_bytes
 
-    # -- statistics -------------------------------------------------------------------------
+    def first_keys(self, n_keys: int) -> list[str]:
+        """The first keys of the caches in the store; none if it cannot tell."""
+        with self.outage.survived():
+            return self.store.keys(self.fingerprint)[:n_keys]
+        return []
 
     @property
-    def stable_layers(self) -> tuple[int, ...]:
-        """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks.
-
-        Of stored chunks the first ones by key vote, so the order of ingest does not matter.
-        """
-        model, config = self.model, self.model.config
-        shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
-        if shape in PUBLISHED_STABLE_LAYERS:
-            return PUBLISHED_STABLE_LAYERS[shape]
-        if self._stable_layers is None:
-            keys: list[str] = []
-            with self.outage.survived():
-                keys = self.store.keys(self.fingerprint)[: 2 * MIN_CHUNKS]
-            votes = []  # (L,) bool each
-            for key in keys if len(keys) >= MIN_CHUNKS else ():
-                with suppress(CacheMiss), self.store.open(key, self.fingerprint) as chunk:
-                    votes.append(statistics(chunk).stable)
-            self._stable_layers = stable_layers(
-                model.n_layers, torch.stack(votes) if votes else None
-            )
-        return self._stable_layers
+    def rounds(self) -> bool:
+        """Whether entries out of a cache differ from those that were computed."""
+        return self._store_bits < 16
