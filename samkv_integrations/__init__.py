@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
     from samkv_integrations.errors import SamkvError
     from samkv_integrations.methods import METHODS, Method
+    from samkv_integrations.methods.eviction import EVICTIONS, Eviction
     from samkv_integrations.report import Report, Total, collect_reports
-    from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction
     from samkv_integrations.serving.stream import Answer, AnswerStream
     from samkv_integrations.store.base import MemoryStore
     from samkv_integrations.store.disk import ChunkStore
@@ -30,15 +31,16 @@ __all__ = [
     "collect_reports",
 ]
 
+_HOMES = {
+    "EVICTIONS": "methods.eviction", "METHODS": "methods", "Answer": "serving.stream",
+    "AnswerStream": "serving.stream", "ChunkStore": "store.disk", "Engine": "engine",
+    "Eviction": "methods.eviction", "MemoryStore": "store.base", "Method": "methods",
+    "Report": "report", "SamkvError": "errors", "Total": "report", "collect_reports": "report",
+}  # fmt: skip
+
 
 def __getattr__(name: str) -> object:
     """Import what is asked for first: ``samkv --help`` need not wait for torch."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from samkv_integrations import engine, errors, methods, report
-    from samkv_integrations.runtimes.transformers import eviction
-    from samkv_integrations.serving import stream
-    from samkv_integrations.store import base, disk
-
-    homes = (disk, base, engine, report, stream, errors, eviction, methods)
-    return next(getattr(module, name) for module in homes if hasattr(module, name))
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

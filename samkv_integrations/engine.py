@@ -15,15 +15,16 @@ from samkv_integrations.chunks.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.lab.tuned import choices_of
 from samkv_integrations.methods import Method
+from samkv_integrations.methods.eviction import Eviction, get_eviction
 from samkv_integrations.options import EngineOptions, check_on_miss, check_options
-from samkv_integrations.plan.costs import CostModel, keep_costs, kept_costs, measure
+from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.plan.request import AS_TEXT, AnswerOptions, AnswerSettings, Request
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
-from samkv_integrations.runtimes.transformers.eviction import Eviction, get_eviction
+from samkv_integrations.runtimes.transformers.costs import keep_costs, kept_costs, measure
 from samkv_integrations.runtimes.transformers.model.loading import load_model
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes.decode import force

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from samkv_integrations.methods import Method
+    from samkv_integrations.methods.eviction import Eviction
     from samkv_integrations.prompt.resolve import OnMiss
-    from samkv_integrations.runtimes.transformers.eviction import Eviction
     from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
 
 
@@ -45,8 +45,8 @@ def check_options(options: type, given: Mapping[str, Any]) -> None:
 def check_value(name: str, value: Any) -> object:  # noqa: ANN401
     """The check of the code that uses the option ``name``."""
     from samkv_integrations.methods import get_method
+    from samkv_integrations.methods.eviction import get_eviction
     from samkv_integrations.runtimes.transformers.entries.quantise import check_store_bits
-    from samkv_integrations.runtimes.transformers.eviction import get_eviction
     from samkv_integrations.runtimes.transformers.sampling import check_json_schema
 
     checks: Mapping[str, Callable[[Any], object]] = {

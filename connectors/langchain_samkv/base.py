@@ -25,7 +25,7 @@ from samkv_integrations.frameworks.local_llm import (
     known_options,
 )
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.runtimes.transformers.eviction import Eviction
+from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.runtimes.transformers.sampling import check_option
 from samkv_integrations.serving.stream import AnswerStream
 

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
@@ -91,16 +93,16 @@ class ChunkBlocks:
         return block * size, min((block + 1) * size, self.n_tokens)
 
     @cached_property
-    def lengths(self) -> Tensor:
+    def lengths(self) -> NDArray[np.int64]:
         """(N,) tokens in each block."""
-        lengths = torch.full((self.n_blocks,), self.scheme.size)
+        lengths = np.full(self.n_blocks, self.scheme.size, np.int64)
         lengths[-1] = self.n_tokens - (self.n_blocks - 1) * self.scheme.size
         return lengths
 
     @cached_property
-    def is_anchor(self) -> Tensor:
+    def is_anchor(self) -> NDArray[np.bool_]:
         """(N,) bool: the blocks that are not in the middle."""
-        index, middle = torch.arange(self.n_blocks), self.middle_blocks
+        index, middle = np.arange(self.n_blocks), self.middle_blocks
         return (index < middle.start) | (index >= middle.stop)
 
 

@@ -186,7 +186,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
 def methods(as_json: args.Json = False) -> None:
     """List the methods of answering from chunk caches, and of evicting KV entries."""
     from samkv_integrations.methods import METHODS
-    from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+    from samkv_integrations.methods.eviction import EVICTIONS
 
     rows = [
         {"name": each.name, "kind": kind, "paper": each.paper, "summary": each.summary}

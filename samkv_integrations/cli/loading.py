@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
     from samkv_integrations.frameworks.engine_args import ModelSource
     from samkv_integrations.methods import Method
-    from samkv_integrations.runtimes.transformers.eviction import Eviction
+    from samkv_integrations.methods.eviction import Eviction
     from samkv_integrations.store.base import Store
     from samkv_integrations.store.disk import ChunkStore
 
@@ -86,7 +86,7 @@ class Answering:
             UnknownOption: the eviction does not exist.
             InvalidOption: the budget is out of range, or there is no eviction.
         """
-        from samkv_integrations.runtimes.transformers.eviction import get_eviction, with_budget
+        from samkv_integrations.methods.eviction import get_eviction, with_budget
 
         rule, budget = get_eviction(self.eviction), self.eviction_budget
         if budget is None:

@@ -54,7 +54,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         recommended,
         with_documents,
     )
-    from samkv_integrations.plan.costs import name_of
+    from samkv_integrations.runtimes.transformers.costs import name_of
 
     given, lose, most = read_questions(tuning.questions), tuning.lose, retrieval.max_new_tokens
     with_gold = [one for one in given if one.has_gold]

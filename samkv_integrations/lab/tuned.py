@@ -20,15 +20,10 @@ from pydantic import BaseModel, ConfigDict, Strict, TypeAdapter, ValidationError
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.methods import DEFAULT_METHOD, Method, get_method
 from samkv_integrations.methods.base import with_option
+from samkv_integrations.methods.eviction import NO_EVICTION, Eviction, get_eviction, with_budget
 from samkv_integrations.runtimes.transformers.entries.quantise import (
     DEFAULT_STORE_BITS,
     check_store_bits,
-)
-from samkv_integrations.runtimes.transformers.eviction import (
-    NO_EVICTION,
-    Eviction,
-    get_eviction,
-    with_budget,
 )
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.store.base import Store

@@ -20,7 +20,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.lab.evaluation import Paired, Question, is_right
 from samkv_integrations.lab.tuned import TunedSetting
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.runtimes.transformers.eviction import NO_EVICTION
+from samkv_integrations.methods.eviction import NO_EVICTION
 from samkv_integrations.serving.stream import Answer
 
 FULL = "recompute"

@@ -1,49 +1,54 @@
-"""The methods, one file for each paper, and the table of all."""
+"""The methods, those that choose by token ids, and the table of all.
+
+Methods that need what a model computes are in `samkv_integrations.runtimes.transformers.papers`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from samkv_integrations.errors import UnknownOption
 from samkv_integrations.methods.base import Method
-from samkv_integrations.methods.baselines import RECOMPUTE, REUSE, REUSE_LOCAL
-from samkv_integrations.methods.epic import EPIC
-from samkv_integrations.methods.guided import AUTO, SAMKV_GUIDED
-from samkv_integrations.runtimes.transformers.papers.a3 import A3
-from samkv_integrations.runtimes.transformers.papers.ape import APE
-from samkv_integrations.runtimes.transformers.papers.cacheblend import CACHEBLEND
-from samkv_integrations.runtimes.transformers.papers.multi_infllm import MULTI_INFLLM
-from samkv_integrations.runtimes.transformers.papers.samkv import SAMKV_FUSION, SAMKV_OVERWRITE
+from samkv_integrations.methods.table import Table
 
 __all__ = ["METHODS", "Method", "get_method"]
 
-METHODS: Mapping[str, Method] = MappingProxyType(
+_HERE = "samkv_integrations.methods"
+_PAPERS = "samkv_integrations.runtimes.transformers.papers"
+
+METHODS: Mapping[str, Method] = Table[Method](
+    "method",
+    Method,
     {
-        method.name: method
-        for method in (
-            RECOMPUTE,
-            REUSE,
-            REUSE_LOCAL,
-            MULTI_INFLLM,
-            CACHEBLEND,
-            EPIC,
-            A3,
-            APE,
-            SAMKV_OVERWRITE,
-            SAMKV_FUSION,
-            SAMKV_GUIDED,
-            AUTO,
-        )
-    }
+        "recompute": f"{_HERE}.baselines:RECOMPUTE",
+        "reuse": f"{_HERE}.baselines:REUSE",
+        "reuse-local": f"{_HERE}.baselines:REUSE_LOCAL",
+        "multi-infllm": f"{_PAPERS}.multi_infllm:MULTI_INFLLM",
+        "cacheblend": f"{_PAPERS}.cacheblend:CACHEBLEND",
+        "epic": f"{_HERE}.epic:EPIC",
+        "a3": f"{_PAPERS}.a3:A3",
+        "ape": f"{_PAPERS}.ape:APE",
+        "samkv-overwrite": f"{_PAPERS}.samkv:SAMKV_OVERWRITE",
+        "samkv-fusion": f"{_PAPERS}.samkv:SAMKV_FUSION",
+        "samkv-guided": f"{_HERE}.guided:SAMKV_GUIDED",
+        "auto": f"{_HERE}.guided:AUTO",
+    },
+    group="samkv.methods",
 )
-"""Name -> method, in the order of the tables in the docs."""
+"""Name -> method, in the order of the tables in the docs. Listing the names imports none of them.
+
+Other distributions add methods by entry points of the group ``samkv.methods``.
+"""
 
 DEFAULT_METHOD = "auto"
 
 
 def get_method(name: str | Method) -> Method:
-    """The method called ``name``; a `Method` is returned as it is. Raises UnknownOption."""
+    """The method called ``name``; a `Method` is returned as it is.
+
+    Raises UnknownOption, and InvalidOption for a method of another distribution that cannot be
+    loaded.
+    """
     if isinstance(name, Method):
         return name
     if not isinstance(name, str) or name not in METHODS:

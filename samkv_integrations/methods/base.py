@@ -1,31 +1,29 @@
-"""The interface of a method and of its parts, and the parts that most methods share.
+"""What a method of answering from chunk caches is, and its parts that need token ids alone.
 
 `select` chooses the blocks to keep at each layer, all by default. `recompute` chooses the kept
 tokens to compute again, none by default. `update` combines a recomputed entry with the cached one.
-`positions` places the cached keys. Parts are pure functions of tensors and a layout; they see
-neither the model nor the store nor the engine.
+`positions` places the cached keys. Parts are pure functions: they see neither the model nor the
+store nor the engine.
+
+Any runtime can run a method whose parts choose by token ids. Parts that choose by what a model
+computes are made of the classes in `samkv_integrations.runtimes.transformers.papers.base`.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
-import torch
-from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+import numpy as np
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
-from samkv_integrations.runtimes.transformers.eviction.base import Eviction
+from samkv_integrations.methods.eviction import Eviction
 
-Update = Callable[[Tensor, Tensor], Tensor]
-"""(cached, computed) -> the entries to use, all (R, G, D): keys or values of R tokens."""
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 Positions = Literal["global", "local"]
 """Positions of cached keys: those of the prompt, or those that the chunk was computed at."""
@@ -34,46 +32,7 @@ NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 """What a part may need of a chunk besides its KV entries."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelectionInputs:
-    """What was computed at ingest, for all chunks of a request; only what a part `needs`.
-
-    Keys and queries are un-rotated.
-
-    block_means: (L, Nb, G, D) float32, mean key of each middle block; 0 for anchor blocks.
-    local_query: (L, C, H, D) float32, mean query of each chunk's local tokens.
-    anchor_mean: (L, C, G, D) float32, mean key of each chunk's anchor tokens; 0 if the prompt
-        contains none.
-    block_max, block_min: (L, C) most and least important middle block; -1 without a middle, and if
-        the prompt contains no token of that block.
-    outliers: (L, Tctx) bool, middle tokens with outlying attention.
-    stable_layers: indices of the layers N* (paper: Appendix A.2).
-    """
-
-    n_layers: int
-    block_means: Tensor | None = None
-    local_query: Tensor | None = None
-    anchor_mean: Tensor | None = None
-    block_max: Tensor | None = None
-    block_min: Tensor | None = None
-    outliers: Tensor | None = None
-    stable_layers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbedLayer:
-    """One layer of a probe.
-
-    queries: (H, R, D), after RoPE, of the R tokens that the probe computed. cos, sin: (R, D), RoPE
-    at the positions of these tokens.
-    """
-
-    queries: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
-class Select(ABC):
+class Select(ABC):  # noqa: B024  # a runtime's own classes say how blocks are chosen
     """Chooses the blocks of the context to keep at each layer.
 
     needs: names in `NEEDED`; each is read from the caches, and counts in ``bytes_read``.
@@ -86,24 +45,6 @@ class Select(ABC):
     def needs(self) -> frozenset[str]:
         return frozenset()
 
-    def probe_blocks(self, layout: Layout) -> Tensor | None:
-        """(Nb,) bool, blocks that a probe attends to: a pass of the uncached tokens, for `score`.
-
-        None, the default, for no probe.
-        """
-        return None
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        """The scores of a layer of the probe for `choose`, on the device. Pure."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        """(L, Nb) bool, CPU: the blocks that each layer keeps. Pure.
-
-        scores: those of all layers, stacked; None without a probe.
-        """
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelectAll(Select):
@@ -111,81 +52,38 @@ class SelectAll(Select):
 
     keeps_all: ClassVar[bool] = True
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return torch.ones(inputs.n_layers, layout.n_blocks, dtype=torch.bool)
-
-
-class AnchorProbe(Select):
-    """Selects by the question's mean query, which a pass over the anchor tokens gives."""
-
-    def probe_blocks(self, layout: Layout) -> Tensor | None:
-        return layout.is_anchor
-
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
-        """(H, D) float32: mean un-rotated query of the question's tokens."""
-        n_last = len(layout.question)
-        queries = probed.queries[:, -n_last:].transpose(0, 1).float()
-        return unrotate(queries, probed.cos[-n_last:], probed.sin[-n_last:]).mean(0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checked:
-    """The context tokens that have been computed up to the check layer, all rotated.
-
-    tokens: (n,) context tokens. keys, values: (n, G, D) as computed. queries: (H, W, D) of the
-    question's tokens. scaling: of the attention logits.
-    cached: returns the cached keys, at the same positions, and values, (n, G, D) each.
-    """
-
-    tokens: Tensor
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    scaling: float
-    cached: Callable[[], tuple[Tensor, Tensor]]
-
 
 class Recompute(ABC):
-    """Chooses the kept tokens to compute again.
+    """Chooses the context tokens to compute again, by token ids: the same ones at every layer.
 
     uses_caches: whether any stored entry is ever used.
-    check_layer: the layer where `choose_after` decides on all later layers; None if `choose`
-        decides on every layer before the pass.
+    by_layer: whether it chooses by what the model computes, for each layer, so that `choose` cannot
+        tell.
     """
 
     uses_caches: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[str]:
         return frozenset()
-
-    @property
-    def check_layer(self) -> int | None:
-        return None
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
         """An upper bound of the recomputed share of the context."""
         return 1.0
 
     @abstractmethod
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure.
+    def choose(self, layout: Layout) -> Mask:
+        """(Tctx,) bool; a token is ignored at layers that do not keep its block. Pure."""
 
-        kept: (L, Tctx) bool, CPU, the tokens of the blocks that each layer keeps.
-        """
-
-    def choose_again(self, layout: Layout, given: Tensor) -> Tensor:
-        """(Tctx,) bool, CPU: tokens of chunks in memory that a follow-up computes again. Pure.
+    def choose_again(self, layout: Layout, given: Mask) -> Mask:
+        """(Tctx,) bool: tokens of chunks in memory that a follow-up computes again. Pure.
 
         For its answer alone: what is in memory stays as it is. layout: with the chunks that are in
         memory; its question is what is new. given: (Tctx,) bool, tokens that were not taken from a
         chunk cache.
         """
-        return torch.zeros_like(given)
-
-    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
-        """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
-        raise NotImplementedError
+        return np.zeros_like(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,70 +93,23 @@ class RecomputeNone(Recompute):
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
         return 0.0
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return torch.zeros_like(kept)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecomputeFrom(Recompute):
-    """Recompute all tokens up to a check layer, and above it those that `choose_after` picks.
-
-    ratio: share of the context for the layers above. Exact chunks are never recomputed.
-    layer: the check layer, counted from 0.
-    """
-
-    ratio: float = 0.15
-    layer: int = 1
-
-    def __post_init__(self) -> None:
-        check_ratio("ratio", self.ratio)
-        if self.layer < 0:
-            raise InvalidOption(f"layer={self.layer}; it must be 0 or more")
-
-    @property
-    def check_layer(self) -> int | None:
-        return self.layer
-
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        recomputed = kept & ~layout.exact[layout.chunk_of_token]
-        recomputed[self.layer + 1 :] = False
-        return recomputed
-
-
-class ContextAttention(Protocol):
-    """A method's own attention, which may treat context tokens and others differently."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scaling: float,
-        mask: Tensor | None,
-        is_context: Tensor,
-    ) -> Tensor:
-        """(1, H, R, D) from query (1, H, R, D), keys and values (1, G, S, D).
-
-        mask: (R, S) bool, the entries that a token sees; None for all. is_context: (S,) or (G, S).
-        """
-        ...
-
-
-def overwrite(cached: Tensor, computed: Tensor) -> Tensor:
-    """The recomputed entry replaces the cached one. Both (R, G, D)."""
-    return computed
+    def choose(self, layout: Layout) -> Mask:
+        return np.zeros(layout.n_context, np.bool_)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A method of answering from chunk caches; ``dataclasses.replace`` makes variants.
 
+    update: (cached, computed) -> the entries to use, all (R, G, D), keys or values of R tokens.
+        None: the computed entry replaces the cached one.
     positions: ``global`` (cached keys are rotated to their positions in the prompt) or ``local``
         (they stay where the chunk was computed, the papers' Reuse baseline).
-    attend: the method's own attention; None for the model's.
+    attend: the method's own attention, see ``ContextAttention`` of the transformers runtime; None
+        for the model's.
     eviction: rule for the tokens after the first, unless a call gives one; None to keep all.
-    whole_if_faster: compute the whole prompt where that is estimated to be faster.
-    else_way: what a report calls it where it is not; empty for its name.
+    else_way: for a method that computes the whole prompt where that is estimated to be faster: what
+        a report calls it where it is not. Empty for a method that never asks which is faster.
     """
 
     name: str
@@ -266,11 +117,10 @@ class Method:
     summary: str
     select: Select = SelectAll()
     recompute: Recompute = RecomputeNone()
-    update: Update = overwrite
+    update: Callable[[Any, Any], Any] | None = None
     positions: Positions = "global"
-    attend: ContextAttention | None = None
+    attend: Callable[..., Any] | None = None
     eviction: Eviction | None = None
-    whole_if_faster: bool = False
     else_way: str = ""
 
     def __post_init__(self) -> None:
@@ -295,6 +145,27 @@ class Method:
         return self.select.needs | self.recompute.needs
 
     @property
+    def is_by_tokens(self) -> bool:
+        """Whether any runtime can run it: it needs token ids, and nothing that the model computes.
+
+        It keeps every block, recomputes the same tokens at every layer, and has neither an update
+        nor an attention of its own, nor keys at other positions than those of the prompt.
+        """
+        return (
+            self.select.keeps_all
+            and not self.recompute.by_layer
+            and not self.needs
+            and self.update is None
+            and self.attend is None
+            and self.positions == "global"
+        )
+
+    @property
+    def whole_if_faster(self) -> bool:
+        """Whether it computes the whole prompt where that is estimated to be faster."""
+        return bool(self.else_way)
+
+    @property
     def way(self) -> str:
         """``Report.ran`` of an answer that uses caches."""
         return self.else_way or self.name
@@ -307,7 +178,7 @@ def check_ratio(name: str, value: float | None) -> None:
 
 
 MOST_TOKENS = 2**31
-"""Limit of any count: beyond all context windows, and within the range of tensors' integers."""
+"""Limit of any count: beyond all context windows, and within the range of arrays' integers."""
 
 
 def check_count(name: str, value: int) -> None:
@@ -336,6 +207,8 @@ def with_option(method: Method, setting: str) -> Method:
         UnknownOption: the method has no such option.
         InvalidOption: the value has the wrong type, or is out of range.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     name, _, text = setting.partition("=")
     known = option_names(method)
     if name not in known:
@@ -352,38 +225,3 @@ def with_option(method: Method, setting: str) -> Method:
         why = "; or ".join(each["msg"] for each in error.errors())
         raise InvalidOption(f"{name}={text} of {method.name!r}: {why}") from error
     return replace(method, **{part_name: replace(part, **{field: value})})
-
-
-# -- scores of tokens and blocks, and budgets that the best of them fill -------------------------
-
-
-def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: Layout) -> Tensor:
-    """(Tctx,) bool, CPU: the ``tokens`` (n,) with the best scores, ``ratio`` of the context."""
-    recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
-    most = math.ceil(ratio * layout.n_context - 1e-6)  # a tolerance for the error of floats
-    count = min(len(tokens), max(0, most))
-    recomputed[tokens[scores.topk(count).indices.cpu()]] = True
-    return recomputed
-
-
-def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
-    """(..., H, D) -> (..., G, D): mean over the query heads that share a key-value head.
-
-    Consecutive query heads share one, as in transformers' ``repeat_kv``.
-    """
-    *lead, heads, dim = queries.shape
-    return queries.reshape(*lead, n_kv_heads, heads // n_kv_heads, dim).mean(dim=-2)
-
-
-def fill_budget(order: Tensor, layout: Layout, budget_tokens: float | Tensor) -> Tensor:
-    """(L, Nb) bool: the best blocks of each layer, up to ``budget_tokens``.
-
-    order: (L, Nb) scores; -inf is never taken. Filling ends at the first block that does not fit.
-    budget_tokens: one for all layers, or (L, 1).
-    """
-    ranking = order.argsort(dim=1, descending=True, stable=True)
-    lengths = layout.block_lengths.to(order.device)[ranking]
-    lengths = lengths.masked_fill(order.gather(1, ranking).isneginf(), 0)
-    whole = torch.as_tensor(budget_tokens, dtype=torch.float64).floor().long().to(order.device)
-    fits = (lengths.cumsum(1) <= whole) & (lengths > 0)
-    return torch.zeros_like(fits).scatter(1, ranking, fits)

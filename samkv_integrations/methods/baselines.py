@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+import numpy as np
 
-from samkv_integrations.methods.base import Method, Recompute, SelectionInputs
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.methods.base import Method, Recompute
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,16 +19,16 @@ class RecomputeAll(Recompute):
 
     uses_caches: ClassVar[bool] = False
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return kept
+    def choose(self, layout: Layout) -> Mask:
+        return np.ones(layout.n_context, np.bool_)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeInexact(Recompute):
     """Recompute every token whose cached entry may differ from full prefill's."""
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return kept & ~layout.exact[layout.chunk_of_token]
+    def choose(self, layout: Layout) -> Mask:
+        return ~layout.exact[layout.chunk_of_token]
 
 
 RECOMPUTE = Method(

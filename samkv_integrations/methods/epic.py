@@ -6,16 +6,12 @@ Hu et al.: EPIC, Efficient Position-Independent Caching for Serving Large Langua
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from samkv_integrations.methods.base import Method, Recompute, check_count
 
-from samkv_integrations.methods.base import (
-    Method,
-    Recompute,
-    SelectionInputs,
-    check_count,
-)
-from samkv_integrations.prompt.layout import Layout
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +36,8 @@ class EpicRecompute(Recompute):
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
         return min(1.0, self.first * n_chunks / max(1, n_context))
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        wanted = layout.offset_in_chunk < self.first
-        return kept & wanted & ~layout.exact[layout.chunk_of_token]
+    def choose(self, layout: Layout) -> Mask:
+        return (layout.offset_in_chunk < self.first) & ~layout.exact[layout.chunk_of_token]
 
 
 EPIC = Method(

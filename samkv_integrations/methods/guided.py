@@ -6,19 +6,15 @@ names is found as BM25 would, without a pass of the model.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from samkv_integrations.methods.base import (
-    Method,
-    Recompute,
-    SelectionInputs,
-    check_count,
-)
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.methods.base import Method, Recompute, check_count
+
+if TYPE_CHECKING:
+    from samkv_integrations.prompt.layout import Layout, Mask
 
 SEGMENT = 32  # tokens of a segment of a chunk
 MOST_MATCHED = 6  # at most a sixth of the context, so that most of a short one is reused
@@ -50,49 +46,48 @@ class GuidedRecompute(Recompute):
         most = self.first * n_chunks + self._most_matched(n_context)
         return min(1.0, most / max(1, n_context))
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(self, layout: Layout) -> Mask:
         given = layout.exact[layout.chunk_of_token] | layout.uncached[layout.context_positions]
-        recomputed = layout.offset_in_chunk < self.first
-        recomputed |= matching_segments(
-            layout, SEGMENT, self._most_matched(layout.n_context), given | recomputed
-        )
-        return (recomputed & ~given).repeat(inputs.n_layers, 1)
+        first = layout.offset_in_chunk < self.first
+        most = self._most_matched(layout.n_context)
+        return (first | matching_segments(layout, SEGMENT, most, given | first)) & ~given
 
-    def choose_again(self, layout: Layout, given: Tensor) -> Tensor:
+    def choose_again(self, layout: Layout, given: Mask) -> Mask:
         most = min(self.matched_again, layout.n_context // MOST_MATCHED)
         return matching_segments(layout, SEGMENT, most, given) & ~given
 
 
-def matching_segments(layout: Layout, size: int, most: int, given: Tensor) -> Tensor:
+def matching_segments(layout: Layout, size: int, most: int, given: Mask) -> Mask:
     """(Tctx,) bool: segments of chunks that share rare tokens with the question. Ours, after BM25.
 
     Segments have ``size`` tokens. The best ones are taken while they have at most ``most`` tokens
     together, without those in ``given`` ((Tctx,) bool). The score of a segment is the sum of
     log((n + 1) / (m + 0.5)) over the question's tokens in it, where n counts all segments and m
-    those with the token, plus half of that sum over the question's tokens in its chunk.
+    those with the token, plus half of that sum over the question's tokens in its chunk. Of segments
+    with equal scores the earlier one is taken.
     """
     ids, chunk = layout.token_ids[layout.context_positions], layout.chunk_of_token
-    asked: Tensor = torch.unique(layout.token_ids[layout.question])
-    asked = asked[torch.isin(asked, ids)]
+    asked = np.intersect1d(layout.token_ids[layout.question], ids)
     if not len(asked):
-        return torch.zeros_like(given)
-    place = torch.searchsorted(asked, ids).clamp(max=len(asked) - 1)
-    is_asked = asked[place] == ids
+        return np.zeros_like(given)
     most_of_chunk = int(layout.chunk_lengths.max()) // size + 1
     number = chunk * most_of_chunk + layout.offset_in_chunk // size
-    numbers, segment = torch.unique(number, return_inverse=True)  # by columns it is 40 times slower
-    of_chunk = numbers // most_of_chunk
-    length = torch.zeros(len(of_chunk), dtype=torch.float32).index_add(0, segment, (~given).float())
-    in_segment = torch.zeros(len(length), len(asked), dtype=torch.float32)
-    in_segment[segment[is_asked], place[is_asked]] = 1.0
-    in_chunk = torch.zeros(layout.n_chunks, len(asked), dtype=torch.float32)
-    in_chunk[chunk[is_asked], place[is_asked]] = 1.0
-    rarity = ((len(length) + 1) / (in_segment.sum(0) + 0.5)).log()
-    own = in_segment @ rarity
-    score = (own + (in_chunk @ rarity)[of_chunk] / 2).masked_fill(own == 0, -math.inf)
-    order = score.argsort(descending=True, stable=True)
-    fits = (length[order].cumsum(0) <= most) & (own[order] > 0)
-    chosen = torch.zeros(len(length), dtype=torch.bool)
+    numbers, segment = np.unique(number, return_inverse=True)
+    n_segments, of_chunk = len(numbers), numbers // most_of_chunk
+    is_asked = np.isin(ids, asked)
+    place = np.searchsorted(asked, ids[is_asked])
+    # each token of the question once for every segment, and for every chunk, that contains it
+    found, token = np.divmod(np.unique(segment[is_asked] * len(asked) + place), len(asked))
+    in_chunk, token_there = np.divmod(np.unique(chunk[is_asked] * len(asked) + place), len(asked))
+    rarity = np.log((n_segments + 1) / (np.bincount(token, minlength=len(asked)) + 0.5))
+    own = np.bincount(found, rarity[token], n_segments)
+    of_chunks = np.bincount(in_chunk, rarity[token_there], layout.n_chunks)
+    score = np.where(own == 0, -np.inf, own + of_chunks[of_chunk] / 2)
+    score = score.round(9)  # equal sums are equal, in whichever order their terms were added
+    order = np.argsort(-score, kind="stable")
+    n_new = np.bincount(segment[~given], minlength=n_segments)
+    fits = (np.cumsum(n_new[order]) <= most) & (own[order] > 0)
+    chosen = np.zeros(n_segments, np.bool_)
     chosen[order[fits]] = True
     return chosen[segment]
 
@@ -104,7 +99,7 @@ SAMKV_GUIDED = Method(
     recompute=GuidedRecompute(),
 )  # fmt: skip
 AUTO = replace(
-    SAMKV_GUIDED, name="auto", else_way="samkv-guided", whole_if_faster=True,
+    SAMKV_GUIDED, name="auto", else_way="samkv-guided",
     summary="samkv-guided, or full prefill where that is faster",
 )  # fmt: skip
 """The default. The reason is measured: docs/results/right_answers.md."""

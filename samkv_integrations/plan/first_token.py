@@ -15,18 +15,29 @@ from torch import Tensor
 from samkv_integrations.chunks.chunk import ChunkBlocks, Fingerprint
 from samkv_integrations.errors import InvalidOption, OutOfMemory, PromptTooLong
 from samkv_integrations.methods import Method
-from samkv_integrations.methods.base import Checked, ProbedLayer, SelectAll, overwrite
+from samkv_integrations.methods.base import SelectAll
 from samkv_integrations.methods.baselines import RecomputeAll, RecomputeInexact
+from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.plan.costs import MARGIN, is_whole
 from samkv_integrations.plan.kept_sequences import LEAST, KeptSequence
 from samkv_integrations.plan.request import FirstToken, Request
-from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.prompt.layout import ChunkPart, Layout, Numbers
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
-from samkv_integrations.runtimes.transformers.eviction import Eviction
 from samkv_integrations.runtimes.transformers.eviction.base import DroppingEviction, SparseEviction
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.papers.base import (
+    BlockSelect,
+    LayerRecompute,
+)
 from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.loader import ChunkLost, Context
+from samkv_integrations.runtimes.transformers.passes.method import (
+    Check,
+    Probe,
+    kept_blocks,
+    recomputed_tokens,
+)
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
     DenseCache,
@@ -93,7 +104,7 @@ class Choice:
     opened: Sequence[StoredChunk]
     held: KeptSequence[FirstEntries] | None
     n_held: int
-    again: Tensor
+    again: Numbers
     n_exact: int
     prompts: tuple[range, ...]
     turns: tuple[int, ...]
@@ -169,7 +180,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
         is_rounded = fingerprint.entry_format.is_quantised
         everything = RecomputeAll() if is_rounded else RecomputeInexact()
         method = replace(
-            method, select=SelectAll(), recompute=everything, update=overwrite, eviction=None
+            method, select=SelectAll(), recompute=everything, update=None, eviction=None
         )
         if not is_follow_up:
             kept = request.beginning(is_exact=True)
@@ -178,7 +189,7 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
                 layout, opened = Layout(resolved.token_ids, (), ()), []
     n_held = _before_queries(n_held, layout, rule)
 
-    again = torch.empty(0).long()
+    again = np.empty(0, np.int64)
     if is_follow_up and kept.sequence is not None:
         again = _again(request, kept.sequence, n_held)
     n_exact, prompts = _left(request, layout, kept.sequence, n_held, is_full_prefill)
@@ -198,9 +209,9 @@ def choose(request: Request, *, may_compute: bool = True) -> Choice:
     )  # fmt: skip
 
 
-def _again(request: Request, source: KeptSequence[FirstEntries], n_held: int) -> Tensor:
+def _again(request: Request, source: KeptSequence[FirstEntries], n_held: int) -> Numbers:
     """Positions of tokens in memory that a follow-up's question needs computed again, in order."""
-    resolved, made_by, none = request.resolved, request.chunks.fingerprint, torch.empty(0).long()
+    resolved, made_by, none = request.resolved, request.chunks.fingerprint, np.empty(0, np.int64)
     asked = range(source.turn_in(n_held, request.n_asked), request.n_asked)
     if not asked or not asked.start:
         return none
@@ -214,7 +225,7 @@ def _again(request: Request, source: KeptSequence[FirstEntries], n_held: int) ->
     layout = Layout(
         resolved.token_ids, [part for part in parts if part], request.chunks.prefix, asked
     )
-    given = ~torch.from_numpy(source.from_cache)[layout.context_positions]
+    given = ~source.from_cache[layout.context_positions]
     if not layout.n_context or bool(given.all()):
         return none
     return layout.context_positions[request.method.recompute.choose_again(layout, given)]
@@ -254,7 +265,7 @@ def _before_queries(n_tokens: int, layout: Layout, rule: Eviction | None) -> int
     """
     if not isinstance(rule, DroppingEviction) or rule.n_queries == 0:
         return n_tokens
-    uncached = layout.uncached.nonzero()[:, 0]
+    uncached = np.flatnonzero(layout.uncached)
     if rule.n_queries is None or rule.n_queries > len(uncached):
         return 0
     return min(n_tokens, int(uncached[-rule.n_queries]))
@@ -262,14 +273,13 @@ def _before_queries(n_tokens: int, layout: Layout, rule: Eviction | None) -> int
 
 def _compute(request: Request, choice: Choice) -> FirstToken:
     """Load, select and blend as chosen. Raises ChunkLost if a cache cannot be read."""
-    model, layout, method = request.model, choice.layout, choice.method
-    n_layers, rule = model.n_layers, choice.eviction
-    check = method.recompute.check_layer
+    model, layout, method = request.model, TensorLayout(choice.layout), choice.method
+    n_layers, rule, again = model.n_layers, choice.eviction, torch.from_numpy(choice.again)
 
     def plan_of(keep: Tensor, recompute: Tensor) -> PassPlan:
         return plan_pass(
-            model, layout, keep, recompute, n_held=choice.n_held, again=choice.again,
-            mixes=method.update is not overwrite, weighs=method.attend is not None,
+            model, layout, keep, recompute, n_held=choice.n_held, again=again,
+            mixes=method.update is not None, weighs=method.attend is not None,
         )  # fmt: skip
 
     # Computed apart from the prompt's rotation: behind a prefix that the prompt does not have,
@@ -281,7 +291,7 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         layout, choice.opened, choice.fingerprint, cached_rotation, request.chunks.hot
     ) as context:
         blend = Blend(
-            model=model, layout=layout, context=context, update=method.update,
+            model=model, context=context, update=method.update,
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=method.attend,
             held=None if choice.held is None else choice.held.entries,
             is_exact=choice.n_exact > choice.n_held,
@@ -289,41 +299,40 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         with request.stage("load"):
             inputs = context.inputs(method.needs, request.stable_layers)
 
-        scores = None
-        if (probed_blocks := method.select.probe_blocks(layout)) is not None:
+        scores, select = None, method.select
+        probed_blocks = select.probe_blocks(layout) if isinstance(select, BlockSelect) else None
+        if isinstance(select, BlockSelect) and probed_blocks is not None:
             probe = plan_of(
                 probed_blocks.expand(n_layers, -1),
                 torch.zeros(n_layers, layout.n_context, dtype=torch.bool),
             )
-            of_layers: list[Tensor] = []
-
-            def observe(probed: ProbedLayer) -> None:
-                of_layers.append(method.select.score(probed, layout).to(model.layer_devices[0]))
-
+            observer = Probe(
+                select=select, layout=layout, rotation=blend.rotation,
+                device=model.layer_devices[0],
+            )  # fmt: skip
             with request.stage("load"):
                 context.load(probe.blocks)
             with request.stage("probe"):
-                replace(blend, observe=observe).through_layers(probe)
-                scores = torch.stack(of_layers)
+                replace(blend, observers=(observer,)).through_layers(probe)
+                scores = observer.scores
         with request.stage("select"):
-            keep = method.select.choose(scores, inputs, layout)
-            _check_shape(method, "select", keep, (n_layers, layout.n_blocks))
-            recompute = method.recompute.choose(keep[:, layout.block_of_token], inputs, layout)
-            _check_shape(method, "recompute", recompute, (n_layers, layout.n_context))
+            keep = kept_blocks(method, scores, inputs, layout)
+            recompute = recomputed_tokens(method, keep, inputs, layout)
             plan = plan_of(keep, recompute)
+        check, observers = None, request.observers
+        if isinstance(part := method.recompute, LayerRecompute) and part.check_layer is not None:
+            first = part.check_layer + 1
+
+            def replan(chosen: Tensor) -> PassPlan:
+                later = recompute.clone()
+                later[first:] = chosen
+                return plan_of(keep, later)
+
+            check = Check(recompute=part, layout=layout, context=context, replan=replan)
+            observers = (*observers, check)
         with request.stage("load"):
             # before the check layer has been computed, any kept entry may be needed
             context.load(plan.blocks if check is None else keep)
-
-        last_plan = plan
-
-        def decide(checked: Checked) -> PassPlan:
-            nonlocal last_plan
-            assert check is not None
-            later = recompute.clone()
-            later[check + 1 :] = method.recompute.choose_after(checked, layout)
-            last_plan = plan_of(keep, later)
-            return last_plan
 
         # what later prompts may go on from: the working cache, or copies of the first entries
         keeps, filled = request.keeps and choice.stays, None
@@ -344,9 +353,9 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
             )  # fmt: skip
         with request.stage("blend"):
             logits = replace(
-                blend, cache=cache, check=None if check is None else (check, decide),
-                prefix_to_fill=filled, watch=request.watch,
+                blend, cache=cache, prefix_to_fill=filled, observers=observers,
             ).run(plan)  # fmt: skip
+        last_plan = plan if check is None or check.plan is None else check.plan
         report = _report_of(request, choice, cache, last_plan)
     kept = None
     if keeps and isinstance(cache, DenseCache):
@@ -357,13 +366,13 @@ def _compute(request: Request, choice: Choice) -> FirstToken:
         # nor are exact ones computed again for a later question
         is_given = is_computed | layout.exact[layout.chunk_of_token]
         from_cache[layout.context_positions] = ~is_given
-        if choice.held is not None and len(choice.again):
-            cache.lend(choice.again, choice.held.entries)
+        if choice.held is not None and len(again):
+            cache.lend(again, choice.held.entries)
         kept = _kept(request, choice, cache, from_cache, choice.prompts)
     elif filled is not None:
         _kept(request, choice, filled, np.zeros(n_copied, np.bool_), ())
     report = replace(report, stays=kept is not None)
-    return FirstToken(logits=logits, cache=cache, layout=layout, report=report, kept=kept)
+    return FirstToken(logits=logits, cache=cache, layout=choice.layout, report=report, kept=kept)
 
 
 def _kept(
@@ -384,18 +393,9 @@ def _kept(
     return made if len(choice.again) or request.keep(made) else None
 
 
-def _check_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, int]) -> None:
-    """Raises InvalidOption for a choice of another shape, which might be broadcast."""
-    if chosen.shape != shape:
-        raise InvalidOption(
-            f"method {method.name!r}: its {part} part chose with shape {tuple(chosen.shape)}; it "
-            f"must be {shape}, layers first"
-        )
-
-
 def _report_of(request: Request, choice: Choice, cache: WorkingCache, plan: PassPlan) -> Report:
     """The report of a first token, after the pass of ``plan``."""
-    model, resolved, layout = request.model, request.resolved, choice.layout
+    model, resolved, layout = request.model, request.resolved, TensorLayout(choice.layout)
     chunks, n_tokens, n_held = resolved.chunks, len(resolved.token_ids), choice.n_held
     spent: defaultdict[str, float] = defaultdict(float)
     for stage in request.stages:

@@ -16,15 +16,15 @@ from torch import Tensor
 from samkv_integrations.chunks.caching import Chunks
 from samkv_integrations.errors import InvalidOption, UnknownOption, UnsupportedModel
 from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.options import OwnAnswerOptions, check_options
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequence, KeptSequences, Match, Wanted
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.resolve import OnMiss, Resolved
 from samkv_integrations.report import Report, Stage
-from samkv_integrations.runtimes.transformers.eviction import Eviction
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.runtimes.transformers.passes.blend import Watch
+from samkv_integrations.runtimes.transformers.passes.blend import Observer
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries, WorkingCache
 from samkv_integrations.runtimes.transformers.sampling import (
     OPTIONS,
@@ -92,7 +92,8 @@ class Request:
     stable_layers: N*, for methods that need attention statistics.
     eviction: of an answer over caches; whole_eviction: of one whose prompt is computed in full.
     costs: for a method that computes the prompt in full where that is faster, else None.
-    prefixes: sequences that earlier answers left; None to use and leave none. watch: sees the pass.
+    prefixes: sequences that earlier answers left; None to use and leave none. observers: see the
+    layers of the pass.
 
     The rest is for tokens after the first. end_ids: tokens that end the answer. form: the JSON
     schema that it keeps to. announce_s: seconds that announcements took for chunks of the prompt.
@@ -111,7 +112,7 @@ class Request:
     whole_eviction: Eviction | None = None
     costs: CostModel | None = None
     prefixes: KeptSequences[FirstEntries] | None = None
-    watch: Watch | None = None
+    observers: tuple[Observer, ...] = ()
     end_ids: frozenset[int] = frozenset()
     form: JsonConstraint | None = None
     announce_s: float = 0.0

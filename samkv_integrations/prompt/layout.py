@@ -12,13 +12,14 @@ from itertools import accumulate
 from operator import itemgetter
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from samkv_integrations.chunks.chunk import ChunkBlocks
 from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, Ids
+
+Numbers = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 _MOST_COMPARED = 64
 """Limit of comparisons per id of a prompt. Beyond it chunks are text: some may be adversarial."""
@@ -187,7 +188,7 @@ class Layout:
 
     The prompt's tokens of cached chunks, in order, are the *context*; its tokens (Tctx) and blocks
     (Nb) are numbered consecutively. Of a chunk that the prompt contains in part, only blocks with a
-    token in the prompt count. All tensors are on the CPU, and never changed.
+    token in the prompt count. All arrays are int64 or bool, and never changed.
 
     Args:
         token_ids: of the prompt.
@@ -217,59 +218,64 @@ class Layout:
     ) -> None:  # fmt: skip
         cached = [(part.blocks, part) for part in parts if part.blocks is not None]
         runs = [(chunk, run) for chunk, (_, part) in enumerate(cached) for run in part.runs]
-        positions = _joined(torch.arange(run.span.start, run.span.stop) for _, run in runs)
+        positions = _joined(np.arange(run.span.start, run.span.stop) for _, run in runs)
         self.n_tokens, self.n_context, self.n_chunks = len(token_ids), len(positions), len(cached)
         self.n_prefix = len(prefix)
-        self.token_ids = torch.tensor(token_ids, dtype=torch.long)
-        self.uncached = torch.ones(self.n_tokens, dtype=torch.bool)
+        self.token_ids: Numbers = np.array(token_ids, np.int64)
+        self.uncached: Mask = np.ones(self.n_tokens, np.bool_)
         self.uncached[positions] = False
         self.uncached[-1:] = True
         self.context_positions = positions
-        self.offset_in_chunk = _joined(torch.arange(run.start, run.stop) for _, run in runs)
+        self.offset_in_chunk = _joined(np.arange(run.start, run.stop) for _, run in runs)
         n_of_chunk = [sum(map(len, part.runs)) for _, part in cached]
         self.token_range = _ranges(n_of_chunk)
-        self.chunk_of_token = _joined(torch.full((n,), at) for at, n in enumerate(n_of_chunk))
-        self.chunk_lengths = _joined(torch.tensor([of.n_tokens]) for of, _ in cached)
+        self.chunk_of_token: Numbers = np.repeat(np.arange(self.n_chunks), n_of_chunk)
+        self.chunk_lengths: Numbers = np.array([of.n_tokens for of, _ in cached], np.int64)
 
         # blocks are numbered as if the prompt contained all of each chunk, then as it does
-        first_block = torch.tensor([0, *accumulate(blocks.n_blocks for blocks, _ in cached)])
+        n_blocks = [blocks.n_blocks for blocks, _ in cached]
+        first_block = np.array([0, *accumulate(n_blocks)], np.int64)
         size = cached[0][0].scheme.size if cached else 1
         whole_number = first_block[self.chunk_of_token] + self.offset_in_chunk // size
-        numbers, self.block_of_token, self.block_lengths = torch.unique(
+        numbers, self.block_of_token, self.block_lengths = np.unique(
             whole_number, return_inverse=True, return_counts=True
         )
         self.n_blocks = len(numbers)
-        self.block_chunk = torch.searchsorted(first_block, numbers, right=True) - 1
-        self.block_in_chunk = numbers - first_block[self.block_chunk]
-        self.block_range = _ranges(self.block_chunk.bincount(minlength=self.n_chunks).tolist())
-        self.is_anchor = _joined(blocks.is_anchor for blocks, _ in cached).bool()[numbers]
+        n_begun = first_block.searchsorted(numbers, side="right")
+        self.block_chunk: Numbers = np.asarray(n_begun, np.int64) - 1
+        self.block_in_chunk: Numbers = numbers - first_block[self.block_chunk]
+        n_held = np.bincount(self.block_chunk, minlength=self.n_chunks)
+        self.block_range = _ranges(n_held.tolist())
+        is_anchor = [np.zeros(0, np.bool_), *(blocks.is_anchor for blocks, _ in cached)]
+        self.is_anchor: Mask = np.concatenate(is_anchor)[numbers]
 
         begins = tuple(token_ids[: self.n_prefix]) == prefix
         exact = [
             begins and [(r.start, r.position) for r in part.runs] == [(0, self.n_prefix)]
             for _, part in cached
         ]
-        self.exact = torch.tensor(exact, dtype=torch.bool)
+        self.exact: Mask = np.array(exact, np.bool_)
         if question is None:
             end = max((part.runs[-1].span.stop for part in parts), default=0)
             question = range(min(end, self.n_tokens - 1), self.n_tokens)
-        self.question = torch.arange(question.start, question.stop)
+        self.question: Numbers = np.arange(question.start, question.stop)
 
     @cached_property
-    def prefilled_positions(self) -> Tensor:
+    def prefilled_positions(self) -> Numbers:
         """(Tctx,) position of each context token when its cache was computed."""
         after_prefix = self.offset_in_chunk + self.n_prefix
-        return self.context_positions.where(self.exact[self.chunk_of_token], after_prefix)
+        return np.where(self.exact[self.chunk_of_token], self.context_positions, after_prefix)
 
     @cached_property
-    def middle_of_chunk(self) -> Tensor:
+    def middle_of_chunk(self) -> Mask:
         """(C, Nb) bool: the middle blocks of each chunk."""
-        chunk = torch.arange(self.n_chunks)[:, None]
-        return (self.block_chunk == chunk) & ~self.is_anchor
+        chunk = np.arange(self.n_chunks)[:, None]
+        is_middle: Mask = (self.block_chunk == chunk) & ~self.is_anchor
+        return is_middle
 
 
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.long), *parts])
+def _joined(parts: Iterable[Numbers]) -> Numbers:
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def _ranges(lengths: Sequence[int]) -> tuple[range, ...]:

@@ -16,10 +16,10 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.methods import METHODS
-from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.report import Report
+from samkv_integrations.runtimes.transformers.costs import assumed_costs
 from samkv_integrations.server.bodies import Samkv, Usage, with_stream
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import BoundedRoute, Service
@@ -174,7 +174,7 @@ class _Writer:
         yield {"object": "samkv.answer.end", **self._end(stream.report, stream.finish_reason)}
 
     def _end(self, report: Report, finish_reason: str | None) -> dict[str, Any]:
-        is_measured = self._costs != CostModel.assumed(self._model)
+        is_measured = self._costs != assumed_costs(self._model)
         full_s = self._model.n_layers * self._costs.full_prefill_s(report.prompt_tokens)
         return {
             "model": self._model_name,

@@ -10,7 +10,7 @@ import torch
 
 from samkv_integrations.lab import doctor
 from samkv_integrations.lab.doctor import Check
-from samkv_integrations.plan.costs import name_of
+from samkv_integrations.runtimes.transformers.costs import name_of
 from samkv_integrations.runtimes.transformers.model.loading import load_model
 from samkv_integrations.store.disk import ChunkStore
 from tests.cli.running import ran, rows_of, run

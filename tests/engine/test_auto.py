@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.plan.costs import CostModel
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.runtimes.transformers.costs import assumed_costs
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.store.base import MemoryStore
 from tests.support.costs import ONE_PASS, TOKENS_ONLY
@@ -103,9 +104,9 @@ def test_reuses_where_that_computes_less_and_does_full_prefill_where_not() -> No
 def test_measured_costs_are_kept_beside_the_caches_and_found_again(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path / "kv")
     engine = Engine(tiny_model("llama"), store, block_size=8)
-    assert engine.costs == CostModel.assumed(engine.model)
+    assert engine.costs == assumed_costs(engine.model)
     measured = engine.calibrate()
-    assert measured != CostModel.assumed(engine.model)
+    assert measured != assumed_costs(engine.model)
     assert Engine(tiny_model("llama"), store, block_size=8).costs == measured
     assert Engine(tiny_model("qwen2"), store, block_size=8).costs != measured
 
@@ -118,7 +119,7 @@ def test_broken_costs_are_as_good_as_none(tmp_path: Path, text: str) -> None:
     (file,) = store.path.glob("costs-*.json")
     file.write_text(text)
     again = Engine(tiny_model("llama"), store, block_size=8)
-    assert again.costs == CostModel.assumed(again.model)
+    assert again.costs == assumed_costs(again.model)
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -20,7 +20,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samkv_integrations.methods.base import Update, overwrite
+from samkv_integrations.runtimes.transformers.papers.base import Update
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from tests.support.blend_reference import (
     CLOSE,
@@ -40,7 +40,7 @@ from tests.support.models import FAMILIES, tiny_model, turned
     [(family, *update) for family, update in covering(FAMILIES, UPDATES)],
 )
 def test_any_selection_and_any_tokens_equal_the_dense_reference(
-    family: str, update: Update, weight: float | None | str
+    family: str, update: Update | None, weight: float | None | str
 ) -> None:
     model = tiny_model(family)
     only_carried = 0
@@ -100,7 +100,7 @@ def test_chunks_of_which_the_prompt_holds_a_part(
         done = blended(model, case, update=update, capacity=3)
         expected = reference(model, case, weight=weight)
         assert_equal(done, expected, case)
-        if kept == stale == 1.0 and update is overwrite:
+        if kept == stale == 1.0 and update is None:
             with torch.inference_mode():
                 plain = model.hf(torch.tensor([case.ids])).logits[0, -1]
             torch.testing.assert_close(done.logits, plain, **CLOSE)
@@ -121,7 +121,7 @@ def test_keys_stay_where_they_were_prefilled_with_local_positions() -> None:
 
 
 def test_tokens_to_recompute_that_are_not_kept_are_ignored() -> None:
-    """What `Recompute.choose` promises to those who write a method."""
+    """What `LayerRecompute.choose_layers` promises to those who write a method."""
     model = tiny_model("llama")
     case = case_of(1)
     anywhere = torch.rand(case.recompute.shape, generator=torch.Generator().manual_seed(9)) < 0.4

@@ -10,7 +10,7 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.serving import scheduler as scheduler_module
 from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts

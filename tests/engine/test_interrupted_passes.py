@@ -14,8 +14,8 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.methods import METHODS
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.serving import scheduler as module
 from samkv_integrations.serving.scheduler import Limits, Scheduler

@@ -157,7 +157,7 @@ def test_captured_entries_are_those_of_transformers_own_cache(
         torch.testing.assert_close(rotate(keys, cos[0], sin[0]), expected.keys, **close)
         torch.testing.assert_close(values, expected.values, **close)
         middle, scale = cached.blocks.middle_blocks, cached.block_means.scale.float()
-        means = mean_of_blocks(keys, cached.blocks.lengths)[:, list(middle)]
+        means = mean_of_blocks(keys, torch.from_numpy(cached.blocks.lengths))[:, list(middle)]
         off = (decode_means(cached.block_means) - means).abs()
         assert (off <= scale[..., None] / 2 + 1e-5).all(), "8 bits"
 

@@ -13,8 +13,8 @@ import torch
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.lab.tuned import TUNED_FILE, TunedSetting, read_tuned, write_tuned
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.store.upkeep import gc, verify
 from tests.support.models import tiny_model
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.methods.eviction import get_eviction
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.request import FirstToken
 from samkv_integrations.runtimes.transformers.eviction import (
@@ -28,7 +29,6 @@ from samkv_integrations.runtimes.transformers.eviction import (
     SageKV,
     SnapKV,
     StreamingLLM,
-    get_eviction,
 )
 from samkv_integrations.runtimes.transformers.eviction.base import (
     DroppingEviction,

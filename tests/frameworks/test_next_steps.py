@@ -19,7 +19,7 @@ from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.methods import METHODS
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.methods.eviction import EVICTIONS
 from tests.support.models import tiny_model
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.base import RecomputeNone
+from samkv_integrations.methods.eviction import EVICTIONS, Eviction
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.runtimes.transformers.entries import quantise
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk, copying
@@ -29,7 +30,7 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     groups,
     kernel_of,
 )
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, Eviction, Quest
+from samkv_integrations.runtimes.transformers.eviction import Quest
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.base import (
-    Checked,
-    ProbedLayer,
-    Recompute,
-    Select,
-    SelectionInputs,
-)
+from samkv_integrations.methods.base import Method, Recompute
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.layout import Layout, Mask
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
+from samkv_integrations.runtimes.transformers.papers.base import (
+    BlockSelect,
+    Checked,
+    LayerRecompute,
+    ProbedLayer,
+    SelectionInputs,
+)
 from samkv_integrations.runtimes.transformers.papers.cacheblend import CacheblendRecompute
 from tests.support.covering import covering
 from tests.support.laws import (
@@ -56,30 +58,32 @@ class Tape:
         return self._at == len(self.decisions)
 
 
-class TapedSelect(Select):
+class TapedSelect(BlockSelect):
     """A selection whose decisions are on a tape."""
 
-    def __init__(self, part: Select, tape: Tape) -> None:
+    def __init__(self, part: BlockSelect, tape: Tape) -> None:
         self.part, self.tape = part, tape
 
     @property
     def needs(self) -> frozenset[str]:
         return self.part.needs
 
-    def probe_blocks(self, layout: Layout) -> Tensor | None:
+    def probe_blocks(self, layout: TensorLayout) -> Tensor | None:
         return self.part.probe_blocks(layout)
 
-    def score(self, probed: ProbedLayer, layout: Layout) -> Tensor:
+    def score(self, probed: ProbedLayer, layout: TensorLayout) -> Tensor:
         return self.part.score(probed, layout)
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(
+        self, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
+    ) -> Tensor:
         return self.tape.decide(lambda: self.part.choose(scores, inputs, layout))
 
 
-class TapedRecompute(Recompute):
+class TapedRecompute(LayerRecompute):
     """A recomputation whose decisions are on a tape."""
 
-    def __init__(self, part: Recompute, tape: Tape) -> None:
+    def __init__(self, part: LayerRecompute, tape: Tape) -> None:
         self.part, self.tape = part, tape
 
     @property
@@ -90,11 +94,33 @@ class TapedRecompute(Recompute):
     def check_layer(self) -> int | None:
         return self.part.check_layer
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
-        return self.tape.decide(lambda: self.part.choose(kept, inputs, layout))
+    def choose_layers(self, kept: Tensor, inputs: SelectionInputs, layout: TensorLayout) -> Tensor:
+        return self.tape.decide(lambda: self.part.choose_layers(kept, inputs, layout))
 
-    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
+    def choose_after(self, checked: Checked, layout: TensorLayout) -> Tensor:
         return self.tape.decide(lambda: self.part.choose_after(checked, layout))
+
+
+class TapedTokens(Recompute):
+    """A recomputation by token ids whose decisions are on a tape."""
+
+    def __init__(self, part: Recompute, tape: Tape) -> None:
+        self.part, self.tape = part, tape
+
+    def choose(self, layout: Layout) -> Mask:
+        return self.tape.decide(lambda: self.part.choose(layout))
+
+
+def taped(method: Method, tape: Tape) -> Method:
+    """The method, its decisions on a tape."""
+    select, part = method.select, method.recompute
+    return replace(
+        method,
+        select=TapedSelect(select, tape) if isinstance(select, BlockSelect) else select,
+        recompute=TapedRecompute(part, tape)
+        if isinstance(part, LayerRecompute)
+        else TapedTokens(part, tape),
+    )
 
 
 LATER = [*CHUNKS[:3], CHUNKS[3][::-1], CHUNKS[4][::-1]]
@@ -133,14 +159,9 @@ def test_no_token_attends_to_what_comes_after_it(engine: Engine, name: str, futu
     engine.cache_chunks(chunks)
     tape = Tape()
     method = replace(METHODS[name], **EAGER.get(name, {}))
-    taped = replace(
-        method,
-        select=TapedSelect(method.select, tape),
-        recompute=TapedRecompute(method.recompute, tape),
-    )
-    _, one = first_logits(engine, PROMPT, CHUNKS, taped)
+    _, one = first_logits(engine, PROMPT, CHUNKS, taped(method, tape))
     tape.rewind()
-    _, two = first_logits(engine, prompt, chunks, taped)
+    _, two = first_logits(engine, prompt, chunks, taped(method, tape))
     assert tape.is_played
     changed_at = int((one.layout.token_ids != two.layout.token_ids).nonzero()[0])
     firsts = [tokens.start for tokens in one.layout.token_range]

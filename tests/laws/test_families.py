@@ -22,7 +22,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong, UnsupportedModel
 from samkv_integrations.lab.doctor import examine
 from samkv_integrations.lab.inspection import inspect
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.families import FAMILIES as SUPPORTED
 from samkv_integrations.runtimes.transformers.model.loading import load_model
 from samkv_integrations.runtimes.transformers.model.model import Model

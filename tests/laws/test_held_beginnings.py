@@ -16,7 +16,7 @@ import torch
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS, get_eviction
+from samkv_integrations.methods.eviction import EVICTIONS, get_eviction
 from tests.support import asking
 from tests.support.asking import Asked
 from tests.support.covering import covering

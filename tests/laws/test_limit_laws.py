@@ -25,8 +25,8 @@ from samkv_integrations.methods.base import (
     SelectAll,
 )
 from samkv_integrations.methods.baselines import RecomputeAll
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.eviction.base import SparseEviction
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -21,20 +22,17 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.methods.base import (
-    RecomputeNone,
-    SelectAll,
-    SelectionInputs,
-    overwrite,
-)
+from samkv_integrations.methods.base import RecomputeNone, Select, SelectAll
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.epic import EpicRecompute
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
+from samkv_integrations.prompt.layout import Layout, Mask
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
+from samkv_integrations.runtimes.transformers.papers.base import SelectionInputs
 from samkv_integrations.runtimes.transformers.papers.cacheblend import CacheblendRecompute
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
 from samkv_integrations.runtimes.transformers.papers.samkv import SamkvRecompute, SamkvSelect, fuse
@@ -88,7 +86,7 @@ def projected(model: Model, layer: int, ids: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def cached_entries(engine: Engine, layout: Layout, texts: list[str]) -> tuple[Tensor, Tensor]:
+def cached_entries(engine: Engine, layout: TensorLayout, texts: list[str]) -> tuple[Tensor, Tensor]:
     """(L, Tctx, G, D) un-rotated keys, and values, as the chunk caches hold them."""
     caches = [cache_of(engine, text) for text in texts]
     keys, values = (torch.cat(side, dim=1) for side in zip(*map(decoded, caches), strict=True))
@@ -96,7 +94,7 @@ def cached_entries(engine: Engine, layout: Layout, texts: list[str]) -> tuple[Te
     return keys, values
 
 
-def not_exact(layout: Layout) -> list[int]:
+def not_exact(layout: TensorLayout) -> list[int]:
     """Context tokens that may be computed again."""
     return [
         t for t, chunk in enumerate(layout.chunk_of_token.tolist()) if not bool(layout.exact[chunk])
@@ -176,17 +174,8 @@ def test_a3_computes_what_the_question_attends_to(family: str, layer: int, promp
 def test_epic_by_hand() -> None:
     """The first chunk is exact here."""
     layout = layout_of((5, 6, 20))
-    keep = torch.ones(1, layout.n_blocks, dtype=torch.bool)
-
-    def rows(first: int) -> set[int]:
-        found = EpicRecompute(first=first).choose(
-            keep[:, layout.block_of_token], SelectionInputs(n_layers=1), layout
-        )
-        return sets(found)[0]
-
-    assert rows(2) == {5, 6, 11, 12}
-    keep[0, 2] = False  # tokens 5 to 8
-    assert rows(5) == {9, *range(11, 16)}
+    assert np.flatnonzero(EpicRecompute(first=2).choose(layout)).tolist() == [5, 6, 11, 12]
+    assert np.flatnonzero(EpicRecompute(first=7).choose(layout)).tolist() == [*range(5, 18)]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -203,7 +192,7 @@ def test_epic_reports_what_it_computes(prompt: str) -> None:
 
 def test_multi_infllm_takes_the_best_blocks_of_each_chunk_by_itself() -> None:
     """Half of 40 tokens is five blocks of four, three of them anchors."""
-    layout = layout_of((40, 40, 40))
+    layout = TensorLayout(layout_of((40, 40, 40)))
     means = torch.zeros(1, 30, 1, 1)
     # of the second chunk all score higher, which takes no room from the others
     means[0, [3, 6, 11, 14, 17, 22, 24], 0, 0] = torch.tensor([2.0, 1, 100, 300, 200, 2, 1])
@@ -303,18 +292,36 @@ def test_a_class_in_place_of_a_part_is_refused(part: str) -> None:
 
 
 def test_a_choice_without_layers_is_an_error() -> None:
-    class Flat(RecomputeNone):
+    class Flat(SamkvRecompute):
+        def choose_layers(self, *given: Any) -> torch.Tensor:
+            return super().choose_layers(*given)[0]
+
+    class Short(RecomputeNone):
+        def choose(self, layout: Layout) -> Mask:
+            return super().choose(layout)[1:]
+
+    class FlatSelect(SamkvSelect):
         def choose(self, *given: Any) -> torch.Tensor:
             return super().choose(*given)[0]
 
-    class FlatSelect(SelectAll):
-        def choose(self, *given: Any) -> torch.Tensor:
-            return super().choose(*given)[0]
-
-    for part, flat in (("recompute", Flat()), ("select", FlatSelect())):
+    for part, flat in (("recompute", Flat()), ("recompute", Short()), ("select", FlatSelect())):
         method = replace(METHODS["reuse"], name="flat", **{part: flat})
         with pytest.raises(InvalidOption, match=rf"'flat': its {part} .*shape .*; it must be \("):
             first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
+
+
+def test_a_selection_that_chooses_nothing_is_an_error() -> None:
+    class Bare(Select):
+        pass
+
+    with pytest.raises(InvalidOption, match=r"of method 'bare' .* subclass BlockSelect, of samkv"):
+        method = replace(METHODS["reuse"], name="bare", select=Bare())
+        first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
+
+
+def test_a_choice_by_layer_cannot_be_made_by_token_ids() -> None:
+    with pytest.raises(InvalidOption, match="SamkvRecompute chooses .* such as 'auto'"):
+        SamkvRecompute().choose(layout_of((20,)))
 
 
 share = st.floats(0, 1)
@@ -348,14 +355,14 @@ methods = st.builds(
     summary=st.just("-"),
     select=selections,
     recompute=recomputations,
-    update=st.one_of(st.just(overwrite), st.just(fuse), st.builds(partial, st.just(mixed), share)),
+    update=st.one_of(st.none(), st.just(fuse), st.builds(partial, st.just(mixed), share)),
     positions=st.sampled_from(("global", "local")),
     attend=st.none()
     | st.builds(ApeAttention, temperature=st.floats(0.05, 20), scale=st.floats(0, 3)),
 )
 
 
-def most_kept(method: Method, layout: Layout) -> float:
+def most_kept(method: Method, layout: TensorLayout) -> float:
     """Tokens that the method may keep at a layer at most."""
     select, n_context = method.select, layout.n_context
     lengths, anchors = [0] * layout.n_chunks, [0] * layout.n_chunks

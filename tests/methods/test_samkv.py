@@ -14,13 +14,7 @@ from torch import Tensor
 from samkv_integrations.chunks.chunk import BlockScheme
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.base import (
-    Method,
-    ProbedLayer,
-    RecomputeNone,
-    SelectionInputs,
-    fill_budget,
-)
+from samkv_integrations.methods.base import Method, RecomputeNone
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
@@ -28,6 +22,12 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import rotate
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.papers.base import (
+    ProbedLayer,
+    SelectionInputs,
+    fill_budget,
+)
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
 from samkv_integrations.runtimes.transformers.papers.samkv import (
     SamkvRecompute,
@@ -38,7 +38,7 @@ from samkv_integrations.runtimes.transformers.papers.samkv import (
 )
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded
-from tests.support.layouts import layout_of
+from tests.support.layouts import tensor_layout_of
 from tests.support.models import tiny_model
 
 
@@ -98,7 +98,7 @@ def test_the_best_shares_of_chunks_compete(cap: float | None, chosen: set[int]) 
     tenth, so one. Three of these five stay: 11, which has nearly all of its chunk's softmax, 1, 2.
     A cap leaves room for 2 blocks beside the 24 tokens of anchors, or for none.
     """
-    layout = layout_of((40, 40))
+    layout = tensor_layout_of((40, 40))
     means = torch.zeros(1, 20, 1, 1)
     means[0, 1:8, 0, 0] = torch.arange(7.0, 0.0, -1)
     means[0, 11] = 10.0
@@ -119,19 +119,19 @@ def test_the_best_shares_of_chunks_compete(cap: float | None, chosen: set[int]) 
 def test_a_budget_is_filled_to_its_last_token(budget: float, kept: list[int]) -> None:
     """Blocks of 4, the last of 2; filling ends at the first block that does not fit, so the short
     one never slips in before its turn."""
-    layout = layout_of((18,))
+    layout = tensor_layout_of((18,))
     order = torch.tensor([[-math.inf, 2.0, -math.inf, math.inf, -5.0]])
     assert sets(fill_budget(order, layout, budget)) == [set(kept)]
 
 
 def test_anchors_and_outliers_of_kept_blocks_are_recomputed() -> None:
-    layout = layout_of((24,), before=1)
+    layout = tensor_layout_of((24,), before=1)
     keep = torch.tensor([[True, True, False, True, False, True]])  # blocks of four tokens
     outliers = torch.zeros(1, 24, dtype=torch.bool)
     outliers[0, [5, 9, 14]] = True
     inputs = SelectionInputs(n_layers=1, outliers=outliers)
     anchors = {*range(4), *range(20, 24)}
-    rows = SamkvRecompute().choose(keep[:, layout.block_of_token], inputs, layout)
+    rows = SamkvRecompute().choose_layers(keep[:, layout.block_of_token], inputs, layout)
     assert sets(rows) == [{5, 14} | anchors]
 
 
@@ -151,11 +151,11 @@ def test_a_chunk_is_exact_right_after_its_own_prefix(
 ) -> None:
     blocks, n = BlockScheme(size=4).of(20), len(first)
     parts = [ChunkPart.whole(blocks, n), ChunkPart.whole(blocks, n + 20)]
-    layout = Layout([*first, *(9,) * 40, 5], parts, prefix)
+    layout = TensorLayout(Layout([*first, *(9,) * 40, 5], parts, prefix))
     assert layout.exact.tolist() == [exact, False]
     kept = torch.ones(1, 40, dtype=torch.bool)
     inputs = SelectionInputs(n_layers=1, outliers=torch.zeros_like(kept))
-    rows = SamkvRecompute().choose(kept, inputs, layout)
+    rows = SamkvRecompute().choose_layers(kept, inputs, layout)
     anchors = [True] * 4 + [False] * 8 + [True] * 8
     assert rows[0, 20:].tolist() == anchors
     assert rows[0, :20].tolist() == ([False] * 20 if exact else anchors)
@@ -221,7 +221,7 @@ def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> N
         queries=rotate(plain, angle.cos(), angle.sin()).transpose(0, 1),
         cos=angle.cos(), sin=angle.sin(),
     )  # fmt: skip
-    found = part.score(probed, layout_of((20,), question=3))
+    found = part.score(probed, tensor_layout_of((20,), question=3))
     torch.testing.assert_close(found, plain[-3:].mean(0), rtol=1e-5, atol=1e-5)
 
 
@@ -229,7 +229,9 @@ def test_the_query_is_the_mean_of_the_question_s_before_rotation(part: Any) -> N
 class Watching(SamkvSelect):
     """SamKV's choice, which notes down what it was given."""
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(
+        self, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
+    ) -> Tensor:
         SEEN.append((scores, inputs))
         return super().choose(scores, inputs, layout)
 

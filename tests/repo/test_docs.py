@@ -43,6 +43,8 @@ CONTRACTS = (
     "samkv_integrations.errors",
     "samkv_integrations.runtimes.transformers.eviction.base",
     "samkv_integrations.methods.base",
+    "samkv_integrations.methods.eviction",
+    "samkv_integrations.runtimes.transformers.papers.base",
 )
 """Modules of which every name without an underscore is for users, who may build on it."""
 

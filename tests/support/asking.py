@@ -13,12 +13,12 @@ from torch import Tensor
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import Method
+from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.plan import first_token as first_token_module
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.request import AnswerSettings, FirstToken, Request
-from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.eviction import Eviction
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes.blend import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
@@ -43,8 +43,8 @@ class Asked:
     planned: tuple[Planned, ...]
 
     @property
-    def layout(self) -> Layout:
-        return self.first.layout
+    def layout(self) -> TensorLayout:
+        return TensorLayout(self.first.layout)
 
     @property
     def cache(self) -> Any:
@@ -108,7 +108,7 @@ def ask(
     made: list[FirstToken] = []
 
     def noted(
-        model: Model, layout: Layout, keep: Tensor, recompute: Tensor, **options: Any
+        model: Model, layout: TensorLayout, keep: Tensor, recompute: Tensor, **options: Any
     ) -> PassPlan:
         plan = plan_pass(model, layout, keep, recompute, **options)
         planned.append(Planned(keep=keep, recompute=recompute, plan=plan))

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, Fingerprint
-from samkv_integrations.methods.base import Positions, ProbedLayer, Update, overwrite
+from samkv_integrations.methods.base import Positions
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.papers.base import BlockSelect, ProbedLayer, Update
 from samkv_integrations.runtimes.transformers.papers.samkv import fuse
 from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.loader import Context
+from samkv_integrations.runtimes.transformers.passes.method import Probe
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.store.base import MemoryChunk, MemoryStore
 from tests.support.chunks import TINY, decoded, random_chunk
@@ -59,7 +62,7 @@ class Case:
     prefix: tuple[int, ...]
     keep: Tensor  # (L, Nb)
     recompute: Tensor  # (L, Tctx), kept tokens alone
-    layout: Layout
+    layout: TensorLayout
     fingerprint: Fingerprint
 
     @property
@@ -139,7 +142,7 @@ def case_of(
         prefix=prefix,
         keep=keep,
         recompute=wanted & keep[:, block_of],
-        layout=layout,
+        layout=TensorLayout(layout),
         fingerprint=made_by,
     )
 
@@ -292,12 +295,26 @@ class Blended:
     probed: list[ProbedLayer]
 
 
+class _Seen(BlockSelect):
+    """A selection that notes what a probe shows it."""
+
+    def __init__(self) -> None:
+        self.probed: list[ProbedLayer] = []
+
+    def score(self, probed: ProbedLayer, layout: TensorLayout) -> Tensor:
+        self.probed.append(probed)
+        return torch.empty(0)
+
+    def choose(self, *given: object) -> Tensor:
+        raise NotImplementedError
+
+
 def blended(
     model: Model,
     case: Case,
     *,
     recompute: Tensor | None = None,
-    update: Update = overwrite,
+    update: Update | None = None,
     positions: Positions = "global",
     capacity: int = 0,
     probes: bool = False,
@@ -307,16 +324,17 @@ def blended(
     rotation = model.rotation(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
     context = case.context(model.rotation(at))
-    plan = plan_pass(model, layout, case.keep, rows, mixes=update is not overwrite, weighs=False)
+    plan = plan_pass(model, layout, case.keep, rows, mixes=update is not None, weighs=False)
     context.load(plan.blocks)
-    cache, probed = DenseCache(LAYERS, capacity), []
+    cache, seen = DenseCache(LAYERS, capacity), _Seen()
+    probe = Probe(select=seen, layout=layout, rotation=rotation, device=torch.device("cpu"))
     blend = Blend(
-        model=model, layout=layout, context=context, rotation=rotation, update=update,
-        weigh=None, cache=None if probes else cache, observe=probed.append if probes else None,
+        model=model, context=context, rotation=rotation, update=update,
+        weigh=None, cache=None if probes else cache, observers=(probe,) if probes else (),
     )  # fmt: skip
     with torch.inference_mode():
         logits = blend.run(plan)
-    return Blended(logits=logits, cache=cache, plan=plan, probed=probed)
+    return Blended(logits=logits, cache=cache, plan=plan, probed=seen.probed)
 
 
 def assert_entries(cache: DenseCache, entries: list[list[Entry]]) -> None:
@@ -339,8 +357,8 @@ def assert_equal(done: Blended, expected: Reference, case: Case) -> None:
     assert_entries(done.cache, expected.entries)
 
 
-UPDATES: list[tuple[Update, float | None | str]] = [
-    (overwrite, "overwrite"),
+UPDATES: list[tuple[Update | None, float | None | str]] = [
+    (None, "overwrite"),
     (fuse, None),
     (partial(mixed, 0.3), 0.3),
 ]

@@ -74,7 +74,7 @@ def random_chunk(
         return integer(middle.start, middle.stop, n_layers, of=torch.int32)
 
     outliers = integer(0, 2, n_layers, n_tokens, of=torch.uint8).bool()
-    is_anchor = blocks.is_anchor.repeat_interleave(blocks.lengths)
+    is_anchor = torch.from_numpy(blocks.is_anchor.repeat(blocks.lengths))
     outliers[:, is_anchor] = False
     token_ids = integer(0, 32_000, n_tokens, of=torch.int32)
     n_middle = len(blocks.middle_blocks)

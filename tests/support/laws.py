@@ -12,7 +12,7 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.plan.costs import CostModel
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.model import Model
 from tests.support.asking import Asked, ask
 from tests.support.models import FAMILIES, tiny_model
@@ -40,7 +40,7 @@ def first_logits(
     return asked.first.logits, asked
 
 
-def plain_logits(model: Model, layout: Layout) -> Tensor:
+def plain_logits(model: Model, layout: TensorLayout) -> Tensor:
     """The plain forward of transformers over the same token ids."""
     with torch.inference_mode():
         logits: Tensor = model.hf(layout.token_ids[None]).logits[0, -1]
@@ -62,7 +62,7 @@ WITH_BITS = [*((family, 16) for family in FAMILIES), ("llama", 4), ("qwen3", 4),
 
 
 def mixed(weight: float, cached: Tensor, computed: Tensor) -> Tensor:
-    """An update rule of a constant weight: 1 is `overwrite`, 0 keeps the cached entry."""
+    """An update rule of a constant weight: 1 replaces it, 0 keeps the cached entry."""
     return torch.lerp(cached.float(), computed.float(), weight).to(computed.dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samkv_integrations.chunks.chunk import BlockScheme
 from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 
 
 def layout_of(
@@ -20,3 +21,10 @@ def layout_of(
         chunks.append(ChunkPart.whole(scheme.of(n), len(ids)))
         ids += [9] * n
     return Layout([*ids, *[5] * question], chunks, (1,))
+
+
+def tensor_layout_of(
+    lengths: tuple[int, ...], *, before: int = 0, question: int = 2
+) -> TensorLayout:
+    """The same as tensors, in blocks of four tokens."""
+    return TensorLayout(layout_of(lengths, before=before, question=question))

@@ -18,15 +18,15 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import Method
+from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.request import AnswerSettings
-from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.eviction import Eviction
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan
+from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan, ObservedLayer
 from samkv_integrations.runtimes.transformers.passes.decode import TextStream, decode_greedily
 
 __all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
@@ -272,31 +272,29 @@ def _watched(
     model, most = engine.model, settings.sampling.max_new_tokens
     seen: dict[int, tuple[LayerPlan, Tensor]] = {}
 
-    def see(
-        layer: int, plan: LayerPlan, query: Tensor, keys: Tensor, scaling: float,
-        mask: Tensor | None,
-    ) -> None:  # fmt: skip
+    def see(layer: ObservedLayer) -> None:
         """Note the last token's attention (S,) to each entry of a layer, mean over heads."""
-        grouped = query[0, :, -1].float().view(model.n_kv_heads, -1, model.head_dim) * scaling
-        logits = torch.einsum("grd,sgd->grs", grouped, keys.float()).flatten(0, 1)
+        last, mask = layer.queries[0, :, -1].float(), layer.mask
+        grouped = last.view(model.n_kv_heads, -1, model.head_dim) * layer.scaling
+        logits = torch.einsum("grd,sgd->grs", grouped, layer.keys.float()).flatten(0, 1)
         if model.score_cap is not None:
             logits = torch.tanh(logits / model.score_cap) * model.score_cap
         if mask is not None:
             hidden = ~mask[-1] if mask.dtype == torch.bool else mask[-1] < 0
             logits = logits.masked_fill(hidden, -torch.inf)
-        if (sinks := model.sinks(layer)) is not None:
+        if (sinks := model.sinks(layer.number)) is not None:
             logits = torch.cat((logits, sinks.float()[:, None]), -1)
-        seen[layer] = plan, logits.softmax(-1)[:, : len(keys)].mean(0).cpu()
+        seen[layer.number] = layer.plan, logits.softmax(-1)[:, : len(layer.keys)].mean(0).cpu()
 
-    request = replace(engine.request(resolved, settings, most), watch=see, prefixes=None)
+    request = replace(engine.request(resolved, settings, most), observers=(see,), prefixes=None)
 
-    def answer() -> tuple[str, Report, Layout]:
+    def answer() -> tuple[str, Report, TensorLayout]:
         begun = first_token(request)
         tokens, text = decode_greedily(model, begun, most)
         report = replace(
             begun.report, completion_tokens=len(tokens), decode_kv_bytes=begun.cache.kv_bytes
         )
-        return text, report, begun.layout
+        return text, report, TensorLayout(begun.layout)
 
     text, report, layout = engine.scheduler.run(answer)
     shape = model.n_layers, layout.n_tokens

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.methods.eviction import Eviction
 
 TILE = 2**23
 """Attention weights (float32) that are held at a time."""
@@ -104,65 +104,6 @@ class Once(Keeper):
         slot = self.budget - self._recent + self._n_evicted % self._recent
         self._n_evicted += 1
         return slot
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eviction(ABC):
-    """A rule for the KV entries that the tokens after the first attend to.
-
-    Subclass `DroppingEviction` or `SparseEviction`, and set ``name``, ``paper`` and ``summary``.
-
-    budget_tokens, budget_ratio: entries of each layer and head, as a number or as a share of the
-        whole prompt; give exactly one. A share is raised to `min_tokens` if it is smaller.
-
-    Raises InvalidOption for a budget that the rule cannot keep.
-    """
-
-    budget_tokens: int | None = None
-    budget_ratio: float | None = None
-
-    name: ClassVar[str]
-    paper: ClassVar[str]
-    summary: ClassVar[str]
-    at_least: ClassVar[Mapping[str, int]] = {}
-    """Name -> smallest value of the rule's own options that are whole numbers."""
-
-    def __post_init__(self) -> None:
-        for option, least in self.at_least.items():
-            value = getattr(self, option)
-            if type(value) is not int or value < least:
-                raise InvalidOption(
-                    f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} "
-                    "on"
-                )
-        tokens, ratio = self.budget_tokens, self.budget_ratio
-        if (tokens is None) == (ratio is None):
-            raise InvalidOption(
-                f"budget_tokens={tokens} and budget_ratio={ratio} of {self.name!r}; give exactly "
-                "one of them, and set the other one to None"
-            )
-        if ratio is not None and not 0 < ratio <= 1:
-            raise InvalidOption(
-                f"budget_ratio={ratio} of {self.name!r}; it must be above 0 and at most 1, a share "
-                "of the prompt (give budget_tokens for a number of entries)"
-            )
-        if tokens is not None and not (type(tokens) is int and tokens >= self.min_tokens):
-            raise InvalidOption(
-                f"budget_tokens={tokens} of {self.name!r}; with its other options it keeps at "
-                f"least {self.min_tokens} entries, give a whole number from {self.min_tokens} on"
-            )
-
-    @property
-    @abstractmethod
-    def min_tokens(self) -> int:
-        """The smallest budget that holds the entries that the rule always keeps."""
-
-    def budget(self, n_tokens: int) -> int:
-        """Entries of a layer, mean over the layers."""
-        if self.budget_tokens is not None:
-            return self.budget_tokens
-        assert self.budget_ratio is not None
-        return max(self.min_tokens, math.floor(self.budget_ratio * n_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,3 +265,10 @@ class PyramidKV(SnapKV):
         high = min(2 * mean - low, n_tokens - self.window)
         low = 2 * mean - high
         return self.window + (high * (n_layers - 1) - (high - low) * layer) // (n_layers - 1)
+
+
+STREAMING_LLM = StreamingLLM(budget_ratio=0.2)
+HEAVY_HITTERS = H2O(budget_ratio=0.2)
+SNAPKV = SnapKV(budget_ratio=0.2)
+PYRAMIDKV = PyramidKV(budget_ratio=0.2)
+SAGE_KV = SageKV(budget_ratio=0.2)

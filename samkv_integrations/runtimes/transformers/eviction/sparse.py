@@ -158,3 +158,8 @@ class RetrievalAttention(SparseEviction):
             return best_of_heads(scores[None], budget)[0], None
 
         return Chooser(count=budget, choose=choose)
+
+
+QUEST = Quest(budget_ratio=0.1)
+INFLLM = InfLLM(budget_ratio=0.2)
+RETRIEVAL_ATTENTION = RetrievalAttention(budget_ratio=0.1)

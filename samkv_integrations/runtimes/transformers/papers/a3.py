@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method, RecomputeFrom, top_tokens
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.methods.base import Method
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.papers.base import Checked, RecomputeFrom, top_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class A3Recompute(RecomputeFrom):
     is ``eviction="snapkv"``.
     """
 
-    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
+    def choose_after(self, checked: Checked, layout: TensorLayout) -> Tensor:
         _, n_rows, dim = checked.queries.shape
         queries = checked.queries.float().reshape(checked.keys.shape[1], -1, n_rows, dim)
         logits = torch.einsum("grwd,ngd->grwn", queries, checked.keys.float()) * checked.scaling

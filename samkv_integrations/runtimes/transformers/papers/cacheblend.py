@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from samkv_integrations.methods.base import Checked, Method, RecomputeFrom, top_tokens
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.methods.base import Method
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.papers.base import Checked, RecomputeFrom, top_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class CacheblendRecompute(RecomputeFrom):
     the check layer the code computes queries of the chosen tokens only; here of all tokens.
     """
 
-    def choose_after(self, checked: Checked, layout: Layout) -> Tensor:
+    def choose_after(self, checked: Checked, layout: TensorLayout) -> Tensor:
         _, cached = checked.cached()
         deviation = (checked.values.float() - cached.float()).square().sum((1, 2))
         return top_tokens(deviation, checked.tokens, self.ratio, layout)

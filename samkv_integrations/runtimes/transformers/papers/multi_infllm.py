@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.methods.base import (
+from samkv_integrations.methods.base import Method, check_ratio
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.papers.base import (
     AnchorProbe,
-    Method,
     SelectionInputs,
-    check_ratio,
     fill_budget,
     group_heads,
 )
-from samkv_integrations.prompt.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,9 @@ class MultiInfllmSelect(AnchorProbe):
     def needs(self) -> frozenset[str]:
         return frozenset(("block_means",))
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(
+        self, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
+    ) -> Tensor:
         assert scores is not None and inputs.block_means is not None
         query = group_heads(scores, inputs.block_means.shape[2])  # (L, G, D)
         of_blocks = torch.einsum("lgd,lbgd->lb", query, inputs.block_means)

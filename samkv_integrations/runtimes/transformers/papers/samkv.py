@@ -12,18 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samkv_integrations.methods.base import (
+from samkv_integrations.methods.base import Method, check_ratio
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.papers.base import (
     AnchorProbe,
-    Method,
-    Recompute,
+    LayerRecompute,
     SelectionInputs,
     Update,
-    check_ratio,
     fill_budget,
     group_heads,
-    overwrite,
 )
-from samkv_integrations.prompt.layout import Layout
 
 PAPER = "arXiv 2508.11661"
 
@@ -56,10 +54,12 @@ class SamkvSelect(AnchorProbe):
         bias = ("local_query",) if self.bias else ()
         return frozenset(("block_means", "anchor_mean", "statistics", *bias))
 
-    def probe_blocks(self, layout: Layout) -> Tensor | None:
+    def probe_blocks(self, layout: TensorLayout) -> Tensor | None:
         return super().probe_blocks(layout) if self.middle else None
 
-    def choose(self, scores: Tensor | None, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose(
+        self, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
+    ) -> Tensor:
         anchors = layout.is_anchor.expand(inputs.n_layers, -1)
         if not self.middle:
             return anchors
@@ -97,7 +97,7 @@ def personalise(query: Tensor, local_query: Tensor) -> Tensor:
     return spread + (weighted.sum(1, keepdim=True) - weighted) / (n_chunks - 1)
 
 
-def block_scores(personal: Tensor, block_means: Tensor, layout: Layout) -> Tensor:
+def block_scores(personal: Tensor, block_means: Tensor, layout: TensorLayout) -> Tensor:
     """(L, Nb): inner product of each block's mean key with its chunk's query, mean over groups.
 
     personal (L, C, G, D), block_means (L, Nb, G, D).
@@ -122,7 +122,7 @@ def selected_share(personal: Tensor, scores: Tensor, inputs: SelectionInputs) ->
     return share[list(inputs.stable_layers)].mean(0)
 
 
-def top_share(scores: Tensor, share: Tensor, layout: Layout) -> Tensor:
+def top_share(scores: Tensor, share: Tensor, layout: TensorLayout) -> Tensor:
     """(L, Nb) bool: the best ``share`` (C,) of a chunk's middle blocks, rounded up, per layer."""
     middle = layout.middle_of_chunk.to(scores.device)  # (C, Nb)
     per_chunk = scores[:, None].masked_fill(~middle, -math.inf)  # (L, C, Nb)
@@ -131,7 +131,7 @@ def top_share(scores: Tensor, share: Tensor, layout: Layout) -> Tensor:
     return ((rank < count[:, None]) & middle).any(1)
 
 
-def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
+def rank_across(scores: Tensor, candidates: Tensor, layout: TensorLayout) -> Tensor:
     """(L, Nb) order of the blocks kept across chunks, -inf for those not kept.
 
     Scores become comparable by a softmax over each chunk's middle blocks; of all candidates of a
@@ -148,7 +148,7 @@ def rank_across(scores: Tensor, candidates: Tensor, layout: Layout) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamkvRecompute(Recompute):
+class SamkvRecompute(LayerRecompute):
     """Anchor tokens and outliers of every chunk that is not exact (section 3.3, Appendix A.1).
 
     Outliers are tokens with outlying attention inside selected middle blocks.
@@ -162,7 +162,7 @@ class SamkvRecompute(Recompute):
     def needs(self) -> frozenset[str]:
         return frozenset(("statistics",))
 
-    def choose(self, kept: Tensor, inputs: SelectionInputs, layout: Layout) -> Tensor:
+    def choose_layers(self, kept: Tensor, inputs: SelectionInputs, layout: TensorLayout) -> Tensor:
         assert inputs.outliers is not None
         wanted = layout.is_anchor[layout.block_of_token] | inputs.outliers.cpu()
         return kept & wanted & ~layout.exact[layout.chunk_of_token]
@@ -179,7 +179,7 @@ def fuse(cached: Tensor, computed: Tensor) -> Tensor:
     return (theta * new + (1 - theta) * old).to(computed.dtype)
 
 
-def _samkv(name: str, update: Update, how: str) -> Method:
+def _samkv(name: str, update: Update | None, how: str) -> Method:
     return Method(
         name=name,
         paper=PAPER,
@@ -190,5 +190,5 @@ def _samkv(name: str, update: Update, how: str) -> Method:
     )
 
 
-SAMKV_OVERWRITE = _samkv("samkv-overwrite", overwrite, "recomputed entries replace cached ones")
+SAMKV_OVERWRITE = _samkv("samkv-overwrite", None, "recomputed entries replace cached ones")
 SAMKV_FUSION = _samkv("samkv-fusion", fuse, "recomputed entries mixed with cached ones by cosine")

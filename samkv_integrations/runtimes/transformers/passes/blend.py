@@ -6,27 +6,22 @@ runs the plan through the model's own layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samkv_integrations.methods.base import (
-    Checked,
-    ContextAttention,
-    ProbedLayer,
-    Update,
-    overwrite,
-)
-from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.attention import of_groups
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.papers.base import ContextAttention, Update
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
@@ -114,7 +109,7 @@ class PassPlan:
 
 def plan_pass(
     model: Model,
-    layout: Layout,
+    layout: TensorLayout,
     keep: Tensor,
     recompute: Tensor,
     *,
@@ -229,14 +224,32 @@ def plan_pass(
 
 # -- the pass ---------------------------------------------------------------------------------
 
-Observe = Callable[[ProbedLayer], None]
-"""Looks at a layer of a probe."""
 
-Decide = Callable[[Checked], PassPlan]
-"""Decides at the check layer what all later layers do."""
+@dataclass(frozen=True, kw_only=True)
+class ObservedLayer:
+    """What a pass has computed at a layer, all rotated, before the layer's attention.
 
-Watch = Callable[[int, LayerPlan, Tensor, Tensor, float, Tensor | None], None]
-"""Sees each layer: its number and plan, queries (1, H, R, D), keys (S, G, D), scaling and mask."""
+    number: of the layer, from 0. plan: what the layer does.
+    queries: (1, H, R, D) of the computed tokens; computed: their keys and values, (R, G, D) each.
+    keys: (S, G, D) of all entries that the layer attends to.
+    scaling, mask: of its attention; mask (R, S), see `LayerPlan.masks`, None without one.
+    """
+
+    number: int
+    plan: LayerPlan
+    queries: Tensor
+    computed: tuple[Tensor, Tensor]
+    keys: Tensor
+    scaling: float
+    mask: Tensor | None
+
+
+class Observer(Protocol):
+    """Sees each layer of a pass, and may change what later layers do."""
+
+    def __call__(self, layer: ObservedLayer) -> PassPlan | None:
+        """A plan to follow from the next layer on; None to go on as planned."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,30 +257,25 @@ class Blend:
     """A pass of one request: `run` it, or go `through_layers` where no logits are needed.
 
     rotation: of all T positions.
-    update: combines a recomputed entry with the stored one. weigh: the method's own attention, None
-    for the model's.
+    update: combines a recomputed entry with the stored one; None to replace it. weigh: the method's
+    own attention, None for the model's.
     held: entries of the prompt's first tokens, from a kept sequence. prefix_to_fill: gets copies of
     those that later prompts may take, where the cache will not have them.
     is_exact: whether later prompts take entries that this pass computes for full prefill's: nothing
     is rounded for speed then.
-    cache: takes the entries that a layer leaves. observe: looks at each layer instead.
-    check: a layer, and the function that decides there what all later layers do. watch: sees each
-    layer.
+    cache: takes the entries that a layer leaves; None in a probe. observers: see each layer.
     """
 
     model: Model
-    layout: Layout
     context: Context
     rotation: Rotation
-    update: Update = overwrite
+    update: Update | None = None
     weigh: ContextAttention | None = None
     held: FirstEntries | None = None
     prefix_to_fill: CopiedEntries | None = None
     is_exact: bool = False
     cache: WorkingCache | None = None
-    observe: Observe | None = None
-    check: tuple[int, Decide] | None = None
-    watch: Watch | None = None
+    observers: tuple[Observer, ...] = ()
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. The plan's blocks must have been loaded."""
@@ -282,7 +290,8 @@ class Blend:
         layers = list(plan.layers)
         attend = partial(self._attend, layers)
         positions = layers[0].positions
-        hidden = self.model.embed(self.layout.token_ids.to(positions.device)[positions])[None]
+        token_ids = self.context.layout.token_ids.to(positions.device)[positions]
+        hidden = self.model.embed(token_ids)[None]
         turns: dict[int, tuple[Tensor, Tensor]] = {}  # by rotation, of the layers with one plan
         for layer in range(self.model.n_layers):
             plan_here, kind = layers[layer], self.rotation.kinds[layer]
@@ -302,21 +311,12 @@ class Blend:
     ) -> Tensor:  # fmt: skip
         """The attention of a layer: (1, H, R', D) each but key and value (1, G, R', D).
 
-        layers: the plans of all layers. At the check layer those of the later ones are replaced.
+        layers: the plans of all layers. An observer may replace those of the later ones.
         """
         plan = layers[layer]
         n_entries, n_padded = plan.n_entries, plan.n_padded
         queries = query[:, :, : plan.n_computed]
         of_computed = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        if self.check is not None and layer == self.check[0]:
-            carried, rows = plan.carried, plan.carried_rows
-            checked = Checked(
-                tokens=carried, queries=queries[0][:, -len(self.layout.question) :],
-                keys=of_computed[0][rows], values=of_computed[1][rows],
-                cached=lambda: self.context.keys_and_values(layer, carried.to(key.device)),
-                scaling=scaling,
-            )  # fmt: skip
-            layers[layer + 1 :] = self.check[1](checked).layers[layer + 1 :]
 
         # the keys and values of all entries (S + room, G, D), in prompt order
         keys, values = both = rooms_for(n_entries, of_computed[0], n_padded)
@@ -332,20 +332,22 @@ class Blend:
             if plan.brought is not None:
                 brought = computed.index_select(0, plan.brought)
             side.index_copy_(0, plan.slots, brought)
-            if len(plan.mixed):
+            if self.update is not None and len(plan.mixed):
                 mixed = self.update(side[plan.mixed_slots], computed[plan.mixed])
                 side[plan.mixed_slots] = mixed
 
         window = self.model.windows[layer]
         # a window that holds the whole prompt has no mask of its own
         mask = plan.masks.get(window if window in plan.masks else None)
-        if self.observe is not None:
-            at = plan.positions[: plan.n_computed]
-            cos, sin = (side[at] for side in self.rotation.of(layer))
-            self.observe(ProbedLayer(queries=queries[0], cos=cos, sin=sin))
         shown = None if mask is None else mask[: plan.n_computed, :n_entries]
-        if self.watch is not None:
-            self.watch(layer, plan, queries, keys[:n_entries], scaling, shown)
+        for observe in self.observers:
+            key_rows, value_rows = (side[: plan.n_computed] for side in of_computed)
+            observed = ObservedLayer(
+                number=layer, plan=plan, queries=queries, computed=(key_rows, value_rows),
+                keys=keys[:n_entries], scaling=scaling, mask=shown,
+            )  # fmt: skip
+            if (later := observe(observed)) is not None:
+                layers[layer + 1 :] = later.layers[layer + 1 :]
         if self.weigh is not None:
             as_rows = (as_heads(keys[:n_entries]), as_heads(values[:n_entries]))
             output = self.weigh(queries, *as_rows, scaling, shown, plan.is_context)

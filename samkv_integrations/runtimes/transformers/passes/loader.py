@@ -14,15 +14,15 @@ from torch import Tensor
 
 from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.methods.base import SelectionInputs
-from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,
     mean_of_blocks,
 )
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk, HotChunks, readers
 from samkv_integrations.runtimes.transformers.entries.quantise import GROUP_TOKENS, Entries
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
+from samkv_integrations.runtimes.transformers.papers.base import SelectionInputs
 from samkv_integrations.store.base import StoredChunk
 
 
@@ -61,7 +61,7 @@ class Context:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: TensorLayout,
         chunks: Sequence[StoredChunk],
         fingerprint: Fingerprint,
         rotation: Rotation,

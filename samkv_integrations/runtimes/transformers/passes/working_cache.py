@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods.base import ContextAttention
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries
 from samkv_integrations.runtimes.transformers.eviction.base import (
     Chooser,
@@ -33,6 +32,7 @@ from samkv_integrations.runtimes.transformers.model.attention import (
     suits_products,
 )
 from samkv_integrations.runtimes.transformers.model.model import Model
+from samkv_integrations.runtimes.transformers.papers.base import ContextAttention
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 
 

@@ -1,0 +1,121 @@
+"""How a pass follows a method: what it keeps and computes again, and what its parts observe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.methods.base import Method
+from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.model.families import Rotation
+from samkv_integrations.runtimes.transformers.papers.base import (
+    BlockSelect,
+    Checked,
+    LayerRecompute,
+    ProbedLayer,
+    SelectionInputs,
+)
+from samkv_integrations.runtimes.transformers.passes.blend import ObservedLayer, PassPlan
+from samkv_integrations.runtimes.transformers.passes.loader import Context
+
+
+def kept_blocks(
+    method: Method, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
+) -> Tensor:
+    """(L, Nb) bool: the blocks that each layer keeps.
+
+    Raises InvalidOption for a choice of another shape, which might be broadcast, and for a part
+    that chooses nothing.
+    """
+    shape = inputs.n_layers, layout.n_blocks
+    if isinstance(method.select, BlockSelect):
+        chosen = method.select.choose(scores, inputs, layout)
+        return _of_shape(method, "select", chosen, shape)
+    if method.select.keeps_all:
+        return torch.ones(shape, dtype=torch.bool)
+    raise InvalidOption(
+        f"select={method.select!r} of method {method.name!r} does not say which blocks it keeps; "
+        f"subclass BlockSelect, of {BlockSelect.__module__}"
+    )
+
+
+def recomputed_tokens(
+    method: Method, keep: Tensor, inputs: SelectionInputs, layout: TensorLayout
+) -> Tensor:
+    """(L, Tctx) bool: the tokens to compute again. keep: (L, Nb) bool, see `kept_blocks`.
+
+    Raises InvalidOption for a choice of another shape.
+    """
+    n_layers, part = inputs.n_layers, method.recompute
+    if isinstance(part, LayerRecompute):
+        chosen = part.choose_layers(keep[:, layout.block_of_token], inputs, layout)
+        return _of_shape(method, "recompute", chosen, (n_layers, layout.n_context))
+    by_tokens = torch.from_numpy(part.choose(layout.arrays))
+    return _of_shape(method, "recompute", by_tokens, (layout.n_context,)).repeat(n_layers, 1)
+
+
+def _of_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if chosen.shape != shape:
+        layers_first = ", layers first" if len(shape) == 2 else ""
+        raise InvalidOption(
+            f"method {method.name!r}: its {part} part chose with shape {tuple(chosen.shape)}; it "
+            f"must be {shape}{layers_first}"
+        )
+    return chosen
+
+
+@dataclass(kw_only=True)
+class Probe:
+    """Scores each layer of a probe for a selection.
+
+    rotation: of all T positions. device: where the scores of all layers go.
+    """
+
+    select: BlockSelect
+    layout: TensorLayout
+    rotation: Rotation
+    device: torch.device
+    of_layers: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, layer: ObservedLayer) -> None:
+        at = layer.plan.positions[: layer.plan.n_computed]
+        cos, sin = (side[at] for side in self.rotation.of(layer.number))
+        probed = ProbedLayer(queries=layer.queries[0], cos=cos, sin=sin)
+        self.of_layers.append(self.select.score(probed, self.layout).to(self.device))
+
+    @property
+    def scores(self) -> Tensor:
+        """The scores of all layers, stacked."""
+        return torch.stack(self.of_layers)
+
+
+@dataclass(kw_only=True)
+class Check:
+    """Lets a recomputation choose the tokens of all later layers, at its check layer.
+
+    context: has the cached entries. replan: (Tctx,) bool, the tokens that later layers compute ->
+    the plan. plan: that plan, once it is made.
+    """
+
+    recompute: LayerRecompute
+    layout: TensorLayout
+    context: Context
+    replan: Callable[[Tensor], PassPlan]
+    plan: PassPlan | None = None
+
+    def __call__(self, layer: ObservedLayer) -> PassPlan | None:
+        if layer.number != self.recompute.check_layer:
+            return None
+        tokens, rows = layer.plan.carried, layer.plan.carried_rows
+        keys, values = layer.computed
+        checked = Checked(
+            tokens=tokens, queries=layer.queries[0][:, -len(self.layout.question) :],
+            keys=keys[rows], values=values[rows], scaling=layer.scaling,
+            cached=lambda: self.context.keys_and_values(layer.number, tokens.to(keys.device)),
+        )  # fmt: skip
+        self.plan = self.replan(self.recompute.choose_after(checked, self.layout))
+        return self.plan
