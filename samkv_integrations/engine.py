@@ -10,8 +10,12 @@ from typing import Any, Literal, Unpack
 
 import torch
 
-from samkv_integrations.chunks.caching import Chunks, RecentKeys, prefix_budget
+from samkv_integrations.chunks.caching import Chunks
+
+# LOST from samkv_integrations.chunks.caching import prefix_budget
 from samkv_integrations.chunks.chunk import BlockScheme, Fingerprint, normalise
+from samkv_integrations.chunks.prefix import prefix_ids
+from samkv_integrations.chunks.recent import RecentKeys
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
 from samkv_integrations.lab.tuned import choices_of
 from samkv_integrations.methods import Method
@@ -28,7 +32,7 @@ from samkv_integrations.runtimes.transformers.costs import keep_costs, kept_cost
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import entry_format_of
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.passes.decode import force
-from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy, prefix_ids
+from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, SchemaReader
@@ -36,7 +40,6 @@ from samkv_integrations.serving.listeners import Audience, Listener, collect_ans
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.serving.tracing import trace_answer
-
 from samkv_integrations.store.indexed import IndexedStore
 from samkv_integrations.store.memory import MemoryStore
 

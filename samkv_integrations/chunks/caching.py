@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 _WRITERS = 4
 """Threads that write chunk caches; each mostly waits for the disk."""
+
 
 def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
     """A bar on standard error that counts the tokens of the ``missed`` chunks, each chunk once.

@@ -12,6 +12,7 @@ from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.methods.table import Table
 
 NO_EVICTION = "none"
+"""The name that stands for keeping all entries."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar, cast
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, MissingExtra
 
 T = TypeVar("T")
 
@@ -18,8 +17,9 @@ class Table(Mapping[str, T], Generic[T]):
     kind: what the things are, in errors. of: their class. places: name -> ``module:ATTRIBUTE`` of
     our own. group: of the entry points by which other distributions add more; empty for none.
 
-    Looking a name up raises KeyError if there is no such thing. It raises InvalidOption if another
-    distribution's cannot be loaded, or is named like one of ours; so does listing the names.
+    Looking a name up raises KeyError if there is no such thing, and MissingExtra if one of ours
+    needs a module that is not installed. It raises InvalidOption if another distribution's cannot
+    be loaded, or has the name of one of ours; so does listing the names in that case.
     """
 
     def __init__(self, kind: str, of: type, places: Mapping[str, str], *, group: str = "") -> None:
@@ -30,8 +30,11 @@ class Table(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
             if place := self._places.get(name):
-                module, _, attribute = place.partition(":")
-                self._loaded[name] = getattr(import_module(module), attribute)
+                point = EntryPoint(name=name, value=place, group=self._group)
+                try:
+                    self._loaded[name] = point.load()
+                except ModuleNotFoundError as error:  # one that an extra brings
+                    raise MissingExtra.of(error.name or place, "transformers") from error
             else:
                 self._loaded[name] = self._load(self._others()[name])
         return self._loaded[name]

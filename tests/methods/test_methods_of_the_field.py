@@ -315,12 +315,8 @@ def test_a_selection_that_chooses_nothing_is_an_error() -> None:
         pass
 
     with pytest.raises(InvalidOption, match=r"of method 'bare' .* subclass BlockSelect, of samkv"):
-        first_logits(
-            engine_of("llama"),
-            PROMPT,
-            CHUNKS,
-            replace(METHODS["reuse"], name="bare", select=Bare()),
-        )
+        method = replace(METHODS["reuse"], name="bare", select=Bare())
+        first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
 
 
 def test_a_choice_by_layer_cannot_be_made_by_token_ids() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.methods.table import Table
@@ -109,6 +109,12 @@ def test_one_that_cannot_be_loaded_is_named_with_its_distribution(
     with pytest.raises(InvalidOption, match="'ours' of the distribution 'some-methods'") as raised:
         known["ours"]
     assert told in str(raised.value)
+
+
+def test_one_of_ours_that_needs_an_extra_says_which() -> None:
+    known = Table[Method]("method", Method, {"ours": "missing_module.paper:OURS"})
+    with pytest.raises(MissingExtra, match="'missing_module' is not installed.*transformers"):
+        known["ours"]
 
 
 def test_a_name_of_ours_is_refused_with_its_distribution(folder: Path) -> None:

@@ -341,8 +341,9 @@ class Blend:
         mask = plan.masks.get(window if window in plan.masks else None)
         shown = None if mask is None else mask[: plan.n_computed, :n_entries]
         for observe in self.observers:
+            key_rows, value_rows = (side[: plan.n_computed] for side in of_computed)
             observed = ObservedLayer(
-                number=layer, plan=plan, queries=queries, computed=of_computed,
+                number=layer, plan=plan, queries=queries, computed=(key_rows, value_rows),
                 keys=keys[:n_entries], scaling=scaling, mask=shown,
             )  # fmt: skip
             if (later := observe(observed)) is not None:
