@@ -47,7 +47,7 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
-from samkv_integrations.store.base import Outage, Store, StoredChunk
+from samkv_integrations.store.base import IngestStore, Outage, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.index import bytes_of
 from samkv_integrations.store.indexed import require
@@ -212,7 +212,7 @@ class Chunks:
     def __init__(
         self,
         model: Model,
-        store: Store,
+        store: IngestStore,
         *,
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,

@@ -20,7 +20,7 @@ from samkv_integrations.methods import Method
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat, groups
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.store.base import Store
+from samkv_integrations.store.base import Notes
 
 MARGIN = 0.95
 """Caches are used if their pass is estimated below this share of full prefill."""
@@ -101,7 +101,7 @@ def is_whole(method: Method, costs: CostModel | None, layout: Layout, n_held: in
     return costs.blended_s(method, layout, n_held=n_held) > MARGIN * full_s
 
 
-def kept_costs(model: Model, store: Store) -> CostModel:
+def kept_costs(model: Model, store: Notes) -> CostModel:
     """The costs kept beside the caches for this machine, else the assumed ones."""
     text = store.note(name_of(model))
     try:
@@ -113,7 +113,7 @@ def kept_costs(model: Model, store: Store) -> CostModel:
     return CostModel.assumed(model)
 
 
-def keep_costs(model: Model, store: Store, costs: CostModel) -> None:
+def keep_costs(model: Model, store: Notes, costs: CostModel) -> None:
     """Write measured costs beside the caches. Raises StoreError if that fails."""
     store.put_note(name_of(model), json.dumps(asdict(costs)))
 
