@@ -12,7 +12,6 @@ import torch
 
 from samkv_integrations.chunks.caching import Chunks
 
-# LOST from samkv_integrations.chunks.caching import prefix_budget
 from samkv_integrations.chunks.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.chunks.prefix import prefix_ids
 from samkv_integrations.chunks.recent import RecentKeys

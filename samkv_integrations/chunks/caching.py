@@ -23,7 +23,7 @@ from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidChu
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.base import Runtime
-from samkv_integrations.store.base import Outage, Store, StoredChunk
+from samkv_integrations.store.base import IngestStore, Outage, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.indexed import require
 from samkv_integrations.store.memory import MemoryChunk
@@ -83,7 +83,7 @@ class Chunks:
     def __init__(
         self,
         model: Runtime,
-        store: Store,
+        store: IngestStore,
         *,
         prefix: tuple[int, ...],
         scheme: BlockScheme | None,

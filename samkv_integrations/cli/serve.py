@@ -80,8 +80,6 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     """
     text = serving.keys_text  # refused before anything is imported, which takes time
 
-    # LOST from samkv_integrations.chunks.caching import hot_budget
-    # LOST from samkv_integrations.chunks.caching import prefix_budget
     from samkv_integrations.runtimes.transformers.loading import load_model
     from samkv_integrations.serving.scheduler import Limits, Scheduler
     from samkv_integrations.store.index import bytes_of

@@ -43,7 +43,7 @@ class StoredChunk(Protocol):
         """The chunk's text."""
 
     def array(self, name: str) -> CacheArray:
-        """An array by its name, see `ChunkCache`."""
+        """An array by its name, see `ChunkCache`. Raises KeyError for a name that it has not."""
 
     def read_layers(self, first: int, out: Sequence[NDArray[np.uint8]]) -> None:
         """Read the entries of all tokens at the layers from ``first`` on.
@@ -106,39 +106,25 @@ class Notes(Protocol):
         """The path or URL of a note."""
 
 
-class Store(Notes, Protocol):
-    """Chunk caches by key. What cannot be read raises `CacheMiss`; no wrong byte is returned.
+class Store(Protocol):
+    """Chunk caches by key, for answers. What cannot be read raises `CacheMiss`.
 
-    This is what answers and ingest need. `IndexedStore` has more, for those who look after a store.
-
-    Only `put`, `touch`, `delete`, `forget` and `quarantine` change the chunks of a store, and every
-    process sees a change at once. `key`, `open`, `contains`, `begin_to_fetch`, `touch`,
-    `chunk_index`, `record` and `quarantine` never raise `StoreError`; the other methods do if the
-    store cannot be used. `note` never raises.
+    No wrong byte is returned. `text` and what `chunk_index` returns raise `StoreError` if the store
+    cannot be used; the other methods do not.
 
     namespace: part of every key: in another namespace the same text has another key and cache.
-    path: the folder; None in memory.
     """
 
     namespace: str
-    path: Path | None
 
     def key(self, fingerprint: Fingerprint, token_ids: Sequence[int]) -> str:
         """The key of the chunk with these tokens, in this store and namespace."""
 
-    # -- ingest ---------------------------------------------------------------------------------
+    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
+        """An index that finds the chunks of a fingerprint in prompts, by their token ids.
 
-    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        """The first caller's block size for chunks that are like ``fingerprint`` in all else."""
-
-    def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
-        """Keep a chunk, in place of one with the same key and fingerprint.
-
-        Atomic: others see the whole chunk, or what was there before. ``chunk`` must not be modified
-        afterwards.
-
-        unless_deleted_since: an earlier value of `deletions`. If something was deleted since, the
-            chunk is not kept, and `CacheMiss` ("absent") is raised.
+        It also finds known texts whose cache is gone; these count as misses. Its methods raise
+        `StoreError` if the store cannot be used.
         """
 
     def contains(self, key: str, fingerprint: Fingerprint, *, here: bool = False) -> bool:
@@ -148,18 +134,6 @@ class Store(Notes, Protocol):
 
         here: whether one in the remote tier only does not count either. It is fetched when it is
             opened, and may have been deleted there within the last minute.
-        """
-
-    def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Make a cache as young as one that is put now. Best effort."""
-
-    # -- answers --------------------------------------------------------------------------------
-
-    def chunk_index(self, fingerprint: Fingerprint) -> ChunkIndex:
-        """An index that finds the chunks of a fingerprint in prompts, by their token ids.
-
-        It also finds known texts whose cache is gone; these count as misses. Its methods raise
-        `StoreError` if the store cannot be used.
         """
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
@@ -192,7 +166,37 @@ class Store(Notes, Protocol):
     def quarantine(self, key: str, fingerprint: Fingerprint) -> None:
         """Delete a damaged cache; its text stays known. Best effort."""
 
-    # -- deletion -------------------------------------------------------------------------------
+
+class IngestStore(Store, Notes, Protocol):
+    """A store that caches are put into, and deleted from.
+
+    Every process sees a change at once. `touch` and `note` never raise `StoreError`; the other
+    methods that are added here do if the store cannot be used.
+
+    path: the folder; None in memory.
+    """
+
+    path: Path | None
+
+    # -- caches that come -----------------------------------------------------------------------
+
+    def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
+        """The first caller's block size for chunks that are like ``fingerprint`` in all else."""
+
+    def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
+        """Keep a chunk, in place of one with the same key and fingerprint.
+
+        Atomic: others see the whole chunk, or what was there before. ``chunk`` must not be modified
+        afterwards.
+
+        unless_deleted_since: an earlier value of `deletions`. If something was deleted since, the
+            chunk is not kept, and `CacheMiss` ("absent") is raised.
+        """
+
+    def touch(self, key: str, fingerprint: Fingerprint) -> None:
+        """Make a cache as young as one that is put now. Best effort."""
+
+    # -- caches that go ---------------------------------------------------------------------------
 
     def deletions(self) -> int:
         """A number that changes with every deletion in the namespace, by any process."""

@@ -18,7 +18,7 @@ from samkv_integrations.chunks.chunk import (
     normalise,
 )
 from samkv_integrations.errors import FingerprintMismatch, InvalidOption, StoreError
-from samkv_integrations.store.base import Notes, Store
+from samkv_integrations.store.base import IngestStore, Notes
 from samkv_integrations.store.index import EVICTED, Index, IndexedChunks, bytes_of
 from samkv_integrations.store.windows import ChunkIndex
 
@@ -66,11 +66,11 @@ class StoreStats:
     max_bytes: int | None = None
 
 
-class IndexedStore(Store):
+class IndexedStore(IngestStore):
     """A store with an index, which answers most questions.
 
-    A subclass keeps the caches: it has `put`, `open` and the notes. Besides the methods of `Store`
-    there are those for commands, and for what links records and caches.
+    A subclass keeps the caches: it has `put`, `open` and the notes. Besides the methods of
+    `IngestStore` there are those for commands, and for what links records and caches.
     """
 
     namespace: str = ""
@@ -243,7 +243,7 @@ def quotas_of(quota: object) -> dict[str, int]:
     }
 
 
-def require(store: Store, fingerprint: Fingerprint) -> None:
+def require(store: IngestStore, fingerprint: Fingerprint) -> None:
     """Raises `FingerprintMismatch` if a store has chunks, and none of this fingerprint."""
     held = store.fingerprints()
     if held and fingerprint.digest not in {each.digest for each in held}:

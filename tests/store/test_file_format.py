@@ -19,7 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache
+from samkv_integrations.chunks.chunk import ArrayKind, BlockScheme, CacheArray, ChunkCache
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries import cache_arrays
 from samkv_integrations.store.base import StoredChunk
@@ -131,10 +131,10 @@ def mac_by_hand(before: bytes, position: int, data: bytes) -> bytes:
     return blake3(struct.pack("<Q", position) + data, key=key).digest(length=16)
 
 
-def with_header(data: bytes, edit: Callable[[dict[str, object]], object]) -> bytes:
+def with_header(data: bytes, edit: Callable[[dict[str, Any]], object]) -> bytes:
     """A file whose JSON was edited by who knows the secret: its header's MAC is right again."""
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
+    header: dict[str, Any] = json.loads(data[8 : 8 + length])
     edit(header)
     before = before_tensors(header)
     return before + mac_by_hand(before, 0, before) + data[8 + length + 16 :]
@@ -293,6 +293,59 @@ def test_another_format_version_is_named(path: Path, chunk: ChunkCache, version:
     data = path.read_bytes()
     path.write_bytes(with_header(data, lambda h: h["__metadata__"].update(format_version=version)))
     assert reason_of(path, chunk) == "format"
+
+
+def test_a_runtime_may_have_other_arrays_or_none(tmp_path: Path, chunk: ChunkCache) -> None:
+    state = CacheArray(kind=ArrayKind("F64", (3, 2)), data=np.arange(48, dtype=np.uint8))
+    nothing = CacheArray(kind=ArrayKind("BF16", (0,)), data=np.empty(0, np.uint8))
+    path = tmp_path / "chunk.safetensors"
+    for first, later in (({}, {}), ({"state": state}, {"nothing": nothing}), ({}, {"a": state})):
+        other = replace(chunk, at_opening=first, on_demand=later)
+        path.write_bytes(encoded(other))
+        with open_file(path, other) as stored:
+            stored.verify()
+            found = stored.chunk()
+        assert found.shape == other.shape and np.array_equal(found.entries, other.entries)
+        for name, array in {**first, **later}.items():
+            assert np.array_equal(found.array(name).data, array.data)
+
+
+def swapped(header: dict[str, Any]) -> None:
+    header["macs"] = header.pop("macs")
+
+
+def moved(header: dict[str, Any]) -> None:
+    for place in header.values():
+        if "data_offsets" in place:
+            place["data_offsets"] = [at + 1 for at in place["data_offsets"]]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        swapped,
+        moved,
+        lambda header: header.pop("text"),
+        lambda header: header.pop("entries"),
+        lambda header: header.pop("stable"),  # leaves a hole
+        lambda header: header["stable"].update(dtype="U7"),
+        lambda header: header["stable"].update(dtype="I32"),
+        lambda header: header["stable"].update(shape=[-1, -2]),
+        lambda header: header["stable"].update(shape=[[2]]),
+        lambda header: header["entries"].update(shape=header["entries"]["shape"][::-1]),
+        lambda header: header["entries"].update(shape=[1]),
+        lambda header: header["__metadata__"].update(n_tokens=str(N_TOKENS - 1)),
+        lambda header: header["__metadata__"].update(n_text="5"),
+        lambda header: header["__metadata__"].pop("fingerprint_fields"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_corrupt(
+    path: Path, chunk: ChunkCache, edit: Callable[[dict[str, Any]], object]
+) -> None:
+    """Although the MAC of the header is right."""
+    path.write_bytes(with_header(path.read_bytes(), edit))
+    with pytest.raises(CacheMiss, match=r"corrupt: .*: header \("):
+        read_everything(path, chunk)
 
 
 def test_a_file_of_another_fingerprint_or_chunk(path: Path, chunk: ChunkCache) -> None:

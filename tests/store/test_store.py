@@ -52,6 +52,15 @@ class TestMemoryStore(StoreContract):
     def make(self) -> Callable[..., IndexedStore]:
         return MemoryStore
 
+    def test_a_budget_evicts_the_oldest(self, store: IndexedStore) -> None:
+        chunks = [chunk_for(store, seed) for seed in range(3)]
+        for chunk in chunks[:2]:
+            store.put(chunk)
+        store.set_budget(store.stats().bytes)
+        store.put(chunks[2])
+        assert store.keys() == sorted(chunk.key for chunk in chunks[1:])
+        assert store.is_evicted(chunks[0].key, TINY)
+
 
 class TestChunkStore(StoreContract):
     @pytest.fixture
