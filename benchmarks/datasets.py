@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab import evaluation

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.datasets import Question, load, with_fewer
-from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab.evaluation import is_in_documents

@@ -36,7 +36,7 @@ from benchmarks.store_parts import (
     tiny_model,
 )
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chunks.chunk import Fingerprint
+from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers import Model
 

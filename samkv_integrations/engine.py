@@ -12,7 +12,7 @@ import torch
 
 from samkv_integrations.chunks.caching import Chunks
 
-from samkv_integrations.chunks.chunk import BlockScheme, Fingerprint, normalise
+from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.chunks.prefix import prefix_ids
 from samkv_integrations.chunks.recent import RecentKeys
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
@@ -20,7 +20,7 @@ from samkv_integrations.lab.tuned import choices_of
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction, get_eviction
 from samkv_integrations.options import EngineOptions, OnMiss, check_on_miss, check_options
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.plan.request import AS_TEXT, AnswerOptions, AnswerSettings, Request
 from samkv_integrations.prompt.quoting import RenderedPrompt

@@ -30,7 +30,7 @@ from samkv_integrations.chroma.records import (
     keys_in,
 )
 from samkv_integrations.chunks.caching import progress_bar
-from samkv_integrations.chunks.chunk import ChunkRef, normalise
+from samkv_integrations.store.chunk import ChunkRef, normalise
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.chunks.recent import RecentKeys, ReleasedCaches
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidChunk, StoreError
 from samkv_integrations.prompt.rag_template import bodies_of

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint
+from samkv_integrations.store.chunk import ChunkCache, Fingerprint
 
 MAX_RECENT = 2**16
 """Keys that `RecentKeys` remembers, about 10 MB: more than one ingest adds at once."""

@@ -361,7 +361,7 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
 
     Raises InvalidOption if no file can be read.
     """
-    from samkv_integrations.chunks.chunk import normalise
+    from samkv_integrations.store.chunk import normalise
 
     read = Read()
     for file in files:
@@ -400,7 +400,7 @@ def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
 
     A short piece, such as a heading, is joined to the piece after it, else to the one before.
     """
-    from samkv_integrations.chunks.chunk import normalise
+    from samkv_integrations.store.chunk import normalise
     from samkv_integrations.store.windows import MIN_RUN
 
     def n_tokens(text: str) -> int:

@@ -31,7 +31,7 @@ def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Mad
 
 def normalise(text: str) -> str:
     """The body of a chunk, which is what is cached: its text without surrounding white space."""
-    from samkv_integrations.chunks.chunk import normalise
+    from samkv_integrations.store.chunk import normalise
 
     return normalise(text)
 

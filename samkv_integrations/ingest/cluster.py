@@ -24,7 +24,7 @@ import torch
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.chunks.caching import progress_bar
-from samkv_integrations.chunks.chunk import ChunkRef
+from samkv_integrations.store.chunk import ChunkRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.plan.costs import is_whole
+from samkv_integrations.methods.costs import is_whole
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.runtimes.transformers.entries.quantise import (
     rotate,

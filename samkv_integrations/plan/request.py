@@ -1,88 +1,60 @@
-"""What is asked of the model for one prompt, and the first token that comes out."""
+"""What is asked of the model for one prompt."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from samkv_integrations.chunks.caching import Chunks
-from samkv_integrations.errors import InvalidOption, UnknownOption, UnsupportedModel
-from samkv_integrations.methods import Method, get_method
+from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.options import (
-    OPTIONS,
-    OnMiss,
-    OwnAnswerOptions,
-    SamplingOptions,
-    check_options,
-)
+from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequence, KeptSequences, Match, Wanted
-from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.resolve import Resolved
-from samkv_integrations.report import Report, Stage
-from samkv_integrations.runtimes.transformers.passes.blend import Observer
-from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries, WorkingCache
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, Sampling
+from samkv_integrations.report import Stage
+from samkv_integrations.runtimes.base import FirstEntries, Runtime, TokenMask
 
 
-class AnswerOptions(SamplingOptions, OwnAnswerOptions, total=False):
-    """Options of `Engine.generate` and `Engine.stream`."""
+@dataclass(kw_only=True)
+class Times:
+    """When things happened, by `time.perf_counter`.
+
+    began, read: when the caller asked, and when the prompt had been read. announce_s: seconds that
+    announcements took for chunks of the prompt.
+    """
+
+    began: float
+    read: float = 0.0
+    announce_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerSettings:
-    """`AnswerOptions`, checked as far as they can be without a model. None is the engine's own."""
+class HowToAnswer:
+    """The options of an answer, with the engine's own where none was given.
 
-    sampling: Sampling
-    method: Method | None = None
-    eviction: str | Eviction | None = None
-    context_window: int | None = None
-    stop: Sequence[str] = ()
-    stop_ids: Collection[int] = ()
-    json_schema: Mapping[str, Any] | None = None
-    timeout: float | None = None
-    owner: str = ""
-    on_miss: OnMiss = "compute"
-    draft: int = 7
+    method: as asked for. eviction: of an answer over caches; whole_eviction: of one whose prompt is
+    computed in full. costs: for a method that computes the prompt in full where that is faster,
+    else None. settings: the other options.
+    capacity: tokens of the answer at most. end_ids: tokens that end it. mask: of the JSON schema
+    that it keeps to.
+    """
 
-    @classmethod
-    def of(cls, **options: Unpack[AnswerOptions]) -> AnswerSettings:
-        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
-        given: dict[str, Any] = {}
-        sampling: dict[str, Any] = {}
-        for name, value in options.items():
-            if name not in AnswerOptions.__annotations__:
-                raise UnknownOption.among(
-                    "option of an answer", name, AnswerOptions.__annotations__
-                )
-            (sampling if name in OPTIONS else given)[name] = value
-        check_options(OwnAnswerOptions, given)
-        if given.get("json_schema") is not None and given.get("stop"):
-            raise InvalidOption(
-                f"stop={given['stop']!r} with json_schema: a stop string could cut the JSON, which "
-                "ends by itself; leave out either"
-            )
-        if given.get("method") is not None:
-            given["method"] = get_method(given["method"])
-        return cls(sampling=Sampling(**sampling), **given)
-
-    def window_of(self, model: Model) -> int:
-        """Most tokens of prompt and answer together."""
-        return min(self.context_window or model.context_window, model.context_window)
-
-
-AS_TEXT = AnswerSettings(sampling=Sampling(), on_miss="text")
-"""For prompts that are looked at, and computed without keeping anything."""
+    method: Method
+    eviction: Eviction | None
+    whole_eviction: Eviction | None
+    costs: CostModel | None
+    settings: AnswerSettings
+    capacity: int
+    end_ids: frozenset[int]
+    mask: TokenMask | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -90,45 +62,23 @@ class Request:
     """One prompt and how to answer it: read in the caller's thread, computed in the model's.
 
     chunks: identifies and computes chunk caches. resolved: the prompt's tokens, and the open caches
-    of its chunks. capacity: tokens of the answer at most. settings: the options of the answer.
-    stable_layers: N*, for methods that need attention statistics.
-    eviction: of an answer over caches; whole_eviction: of one whose prompt is computed in full.
-    costs: for a method that computes the prompt in full where that is faster, else None.
-    prefixes: sequences that earlier answers left; None to use and leave none. observers: see the
-    layers of the pass.
-
-    The rest is for tokens after the first. end_ids: tokens that end the answer. form: the JSON
-    schema that it keeps to. announce_s: seconds that announcements took for chunks of the prompt.
-    began, asked: when the caller asked, and when the prompt had been read (`time.perf_counter`).
+    of its chunks. sequences: what earlier answers left; None to use and leave nothing.
     n_held: first tokens that were in memory when it was last looked up.
     stages: those that have ended, in order; they do not overlap.
     """
 
     chunks: Chunks
     resolved: Resolved
-    method: Method
-    capacity: int
-    settings: AnswerSettings
-    stable_layers: tuple[int, ...] = ()
-    eviction: Eviction | None = None
-    whole_eviction: Eviction | None = None
-    costs: CostModel | None = None
-    prefixes: KeptSequences[FirstEntries] | None = None
-    observers: tuple[Observer, ...] = ()
-    end_ids: frozenset[int] = frozenset()
-    form: JsonConstraint | None = None
-    announce_s: float = 0.0
-    began: float = 0.0
-    asked: float = 0.0
+    how: HowToAnswer
+    times: Times
+    sequences: KeptSequences[FirstEntries] | None
     n_held: int = 0
     stages: list[Stage] = field(default_factory=list)
 
     @property
-    def model(self) -> Model:
-        """The model that computes the answer."""
+    def model(self) -> Runtime:
+        """What runs the model."""
         return self.chunks.model
-
-    # -- sequences in memory ------------------------------------------------------------------
 
     @cached_property
     def token_ids(self) -> NDArray[np.int64]:
@@ -142,10 +92,12 @@ class Request:
         n_before = max(0, len(ids) - len(opening))
         return n_before if tuple(ids[n_before:]) == opening else len(ids)
 
+    # -- sequences in memory ------------------------------------------------------------------
+
     @property
     def way(self) -> object:
         """The method with its options, and the kind of caches: what blended entries depend on."""
-        return self.method, self.chunks.fingerprint.digest
+        return self.how.method, self.chunks.fingerprint.digest
 
     @property
     def goes_on_in_chunks(self) -> bool:
@@ -153,13 +105,13 @@ class Request:
 
         Not where tokens of chunks are selected, weighed or evicted.
         """
-        method = self.method
-        return self.eviction is None and method.select.keeps_all and method.attend is None
+        method = self.how.method
+        return self.how.eviction is None and method.select.keeps_all and method.attend is None
 
     @property
     def keeps(self) -> bool:
         """Whether later prompts may go on from it."""
-        return self.prefixes is not None and self.prefixes.max_bytes > 0
+        return self.sequences is not None and self.sequences.max_bytes > 0
 
     def beginning(self, *, is_exact: bool = False) -> Match[FirstEntries]:
         """The first tokens that are in memory.
@@ -167,7 +119,7 @@ class Request:
         is_exact: those whose entries equal full prefill's, as a method that uses no cache takes
             them; else those that the method may go on from.
         """
-        if self.prefixes is None:
+        if self.sequences is None:
             return Match()
         wanted = Wanted(
             made_by=self.chunks.fingerprint.computed_by, way=self.way,
@@ -177,44 +129,44 @@ class Request:
                 run.position for chunk in self.resolved.chunks for run in chunk.runs
             ),
         )  # fmt: skip
-        if is_exact or not self.method.recompute.uses_caches:
-            return self.prefixes.exact(wanted)
-        return self.prefixes.go_on(wanted)
+        if is_exact or not self.how.method.recompute.uses_caches:
+            return self.sequences.exact(wanted)
+        return self.sequences.go_on(wanted)
 
-    def look_up(self) -> tuple[Match[FirstEntries], int]:
-        """What is in memory of the prompt, and how many of its first tokens are taken from there.
+    def look_up(self) -> Match[FirstEntries]:
+        """What is in memory of the prompt; `n_held` of its first tokens are taken from there.
 
         The caches of the chunks behind these are opened, see `Resolved.open`.
         """
         found = self.beginning()
-        n_held = found.n_tokens
+        self.n_held = found.n_tokens
         if not self.goes_on_in_chunks:
-            n_held = min(n_held, self.resolved.first_chunk)
-        self.n_held = n_held
-        self.resolved.open(behind=n_held)
-        return found, n_held
+            self.n_held = min(self.n_held, self.resolved.first_chunk)
+        self.resolved.open(behind=self.n_held)
+        return found
 
     def keep(self, sequence: KeptSequence[FirstEntries]) -> bool:
         """Keep what was computed, for later prompts; returns whether there was room."""
-        return self.prefixes is not None and self.has_same_model and self.prefixes.keep(sequence)
+        return self.sequences is not None and self._has_same_model and self.sequences.keep(sequence)
 
     @property
-    def has_same_model(self) -> bool:
+    def _has_same_model(self) -> bool:
         """Whether the model is still what it was when the prompt was read."""
         try:
-            return self.model.identity.look() == self.resolved.generation
+            return self.model.generation() == self.resolved.generation
         except UnsupportedModel:
             return False
 
     def drop(self, sequence: KeptSequence[FirstEntries]) -> None:
         """Keep the entries of a sequence no longer."""
-        if self.prefixes is not None:
-            self.prefixes.drop(sequence.entries)
+        if self.sequences is not None:
+            self.sequences.drop(sequence.entries)
 
-    def free_kept(self) -> None:
-        """Free the memory of kept sequences."""
-        if self.prefixes is not None:
-            self.prefixes.clear()
+    def free_memory(self) -> None:
+        """Free hot chunks and kept sequences."""
+        self.chunks.reader.clear()
+        if self.sequences is not None:
+            self.sequences.clear()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -228,19 +180,3 @@ class Request:
             yield
         finally:
             self.stages.append(Stage(name=name, began=began, ended=time.perf_counter()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstToken:
-    """The result of the prompt's pass.
-
-    logits: (vocabulary,) of the first token. cache: KV entries for the tokens after it. report:
-    figures that `RunningAnswer` and `AnswerStream` add, such as ``ttft_s``, are still 0. kept: the
-    prompt's entries in memory, which those of the answer may follow; None if they cannot.
-    """
-
-    logits: Tensor
-    cache: WorkingCache
-    layout: Layout
-    report: Report
-    kept: KeptSequence[FirstEntries] | None = None

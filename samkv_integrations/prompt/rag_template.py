@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import InvalidOption
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from samkv_integrations.chunks.chunk import ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import ChunkRef, Fingerprint
 from samkv_integrations.errors import InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs

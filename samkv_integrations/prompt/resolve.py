@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from samkv_integrations.chunks.chunk import Fingerprint
+import numpy as np
+from numpy.typing import NDArray
+
+from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
 from samkv_integrations.options import OnMiss
 from samkv_integrations.prompt.layout import PromptChunk
-from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
-from samkv_integrations.store.base import Outage, Store, StoredChunk
+from samkv_integrations.store.base import ChunkReader, Outage, Store, StoredChunk
 
 MAX_HELD = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each
@@ -26,7 +29,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     chunks: of the prompt; `open` looks up their caches in ``hot`` and ``store``, as ``fingerprint``
     asks.
     on_miss: ``error`` raises for a miss; else the tokens of the chunk are computed.
-    since: `Chunks.deletions` before the prompt was read; generation: `Identity.look` then.
+    since: `Chunks.deletions` before the prompt was read; generation: `Runtime.generation` then.
     misses: reason -> number of chunks without a usable cache. missed: keys of these chunks.
     bytes_lost: read from caches that failed.
     """
@@ -34,7 +37,7 @@ class Resolved(AbstractContextManager["Resolved"]):
     token_ids: list[int]
     chunks: list[PromptChunk]
     store: Store
-    hot: HotChunks
+    reader: ChunkReader
     fingerprint: Fingerprint
     outage: Outage
     on_miss: OnMiss
@@ -61,6 +64,15 @@ class Resolved(AbstractContextManager["Resolved"]):
         """Position of the first token of a chunk; the prompt's length without one."""
         return self.chunks[0].runs[0].position if self.chunks else len(self.token_ids)
 
+    @cached_property
+    def chunk_of_token(self) -> NDArray[np.int64]:
+        """(T,) the number of each token's chunk; -1 outside chunks."""
+        found = np.full(len(self.token_ids), -1)
+        for number, chunk in enumerate(self.chunks):
+            for run in chunk.runs:
+                found[run.position : run.span.stop] = number
+        return found
+
     def open(self, *, behind: int) -> None:
         """Open the caches of the chunks that reach beyond the first ``behind`` tokens, once each.
 
@@ -82,7 +94,7 @@ class Resolved(AbstractContextManager["Resolved"]):
         store.begin_to_fetch(list(keys.values()), made_by)  # all together, not one after another
         for token_ids, key in keys.items():
             try:
-                self._found[token_ids] = cache = self.hot.open(key, made_by, token_ids)
+                self._found[token_ids] = cache = self.reader.open(key, made_by, token_ids)
                 if len(self._found) > MAX_HELD:
                     cache.let_go()
             except CacheMiss as miss:
@@ -101,7 +113,7 @@ class Resolved(AbstractContextManager["Resolved"]):
                 self._count_miss(chunk.key, found)
             else:
                 chunk.stored = found
-        self.hot.bring(self.opened)
+        self.reader.bring(self.opened)
 
     def _text_of(self, key: str) -> str | None:
         """The stored text of a chunk that may be computed as a chunk; None without one."""

@@ -17,11 +17,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import (
+    BlockScheme,
+    CacheShape,
+    ChunkCache,
+    ChunkRef,
+    Fingerprint,
+)
 from samkv_integrations.errors import CacheMiss, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.text import ModelText
 from samkv_integrations.runtimes.transformers.sampling import Sampling
@@ -37,34 +43,6 @@ class ChunkLost(Exception):
     def __init__(self, chunk: StoredChunk, miss: CacheMiss) -> None:
         super().__init__(str(miss))
         self.chunk, self.miss = chunk, miss
-
-
-class ChunkReader:
-    """Opens the caches of a store for answers. A runtime may hold some of them in memory."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def open(
-        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
-    ) -> StoredChunk:
-        """As `Store.open`."""
-        return self._store.open(key, fingerprint, token_ids)
-
-    def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
-        """Begin to read chunks, which a question will use, in other threads."""
-
-    def bring(self, chunks: Sequence[StoredChunk]) -> None:
-        """Begin to copy opened caches to where the model is."""
-
-    def follow(self, deletion: int) -> None:
-        """Free what was deleted since the last call. deletion: `Chunks.deletions`."""
-
-    def sweep(self) -> None:
-        """Free the caches that the store does not hold any more."""
-
-    def clear(self) -> None:
-        """Free all caches."""
 
 
 # -- a prompt's pass ------------------------------------------------------------------------------
@@ -306,6 +284,9 @@ class Runtime(ModelText):
     def reader(self, store: Store, hot_bytes: int | str | None) -> ChunkReader:
         """What opens the caches of a store; hot_bytes: memory for those that it may hold."""
         return ChunkReader(store)
+
+    def free(self) -> None:
+        """Free memory of what can be read or computed again."""
 
     # -- answers ------------------------------------------------------------------------------
 

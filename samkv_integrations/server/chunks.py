@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from samkv_integrations.chunks.chunk import FORMAT_VERSION, ChunkRef
+from samkv_integrations.store.chunk import FORMAT_VERSION, ChunkRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption, Overloaded
 from samkv_integrations.server.bodies import Body

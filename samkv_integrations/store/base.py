@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import CacheArray, ChunkBlocks, ChunkCache, Fingerprint
+from samkv_integrations.store.chunk import CacheArray, ChunkBlocks, ChunkCache, Fingerprint
 from samkv_integrations.errors import StoreError
 from samkv_integrations.store.windows import ChunkIndex
 
@@ -229,6 +229,34 @@ class IngestStore(Store, Notes, Protocol):
 
     def elsewhere(self) -> str | None:
         """If the default namespace is empty: namespaces of the store that have caches, in words."""
+
+
+class ChunkReader:
+    """Opens the caches of a store for answers. A runtime may hold some of them in memory."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def open(
+        self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
+    ) -> StoredChunk:
+        """As `Store.open`."""
+        return self._store.open(key, fingerprint, token_ids)
+
+    def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
+        """Begin to read chunks, which a question will use, in other threads."""
+
+    def bring(self, chunks: Sequence[StoredChunk]) -> None:
+        """Begin to copy opened caches to where the model is."""
+
+    def follow(self, deletion: int) -> None:
+        """Free what was deleted since the last call. deletion: `Chunks.deletions`."""
+
+    def sweep(self) -> None:
+        """Free the caches that the store does not hold any more."""
+
+    def clear(self) -> None:
+        """Free all caches."""
 
 
 _STORE_FAILS = (

@@ -24,7 +24,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import (
+from samkv_integrations.store.chunk import (
     FORMAT_VERSION,
     ArrayKind,
     CacheArray,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
+from samkv_integrations.store.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
 from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.store.base import Notes, StoredChunk
 from samkv_integrations.store.chunk_file import ChunkFile, encode

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.chunks.chunk import (
+from samkv_integrations.store.chunk import (
     Fingerprint,
     check_keys,
     check_namespace,

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samkv_integrations.chunks.chunk import FORMAT_VERSION
+from samkv_integrations.store.chunk import FORMAT_VERSION
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
 from samkv_integrations.store.base import Outage
 from samkv_integrations.store.chunk_file import ChunkFile, open_regular

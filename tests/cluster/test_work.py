@@ -14,7 +14,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chunks import caching as chunks_module
-from samkv_integrations.chunks.chunk import ChunkCache
+from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.ingest.cluster import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import CacheArray, ChunkCache, Fingerprint
+from samkv_integrations.store.chunk import CacheArray, ChunkCache, Fingerprint
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (

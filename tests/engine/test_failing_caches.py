@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.chunks.chunk import CacheArray, ChunkCache, ChunkRef
+from samkv_integrations.store.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.errors import (
     CacheMiss,
     ChunkNotCached,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,

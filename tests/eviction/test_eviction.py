@@ -18,7 +18,7 @@ from torch import Tensor
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.eviction import get_eviction
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.plan.request import FirstToken
 from samkv_integrations.runtimes.transformers.eviction import (
     H2O,

@@ -16,7 +16,7 @@ import torch
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.stream import Answer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import ChunkCache
+from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.engine import Engine
 from tests.support.chunks import cache_of, decoded, key_steps, transformed
 from tests.support.covering import covering

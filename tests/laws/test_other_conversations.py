@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from samkv_integrations import Engine
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as scheduler_module
 from tests.support.asking import ask

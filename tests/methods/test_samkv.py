@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.base import Method, RecomputeNone

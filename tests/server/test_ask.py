@@ -12,7 +12,7 @@ from chromadb import Collection
 from chromadb.errors import InternalError
 
 from samkv_integrations.chroma.link import nearest
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.runtimes.transformers.costs import keep_costs
 from samkv_integrations.server.tenancy import Tenant

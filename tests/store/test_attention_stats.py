@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     MIN_CHUNKS,
     MIN_LATER,

@@ -19,7 +19,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import ArrayKind, BlockScheme, CacheArray, ChunkCache
+from samkv_integrations.store.chunk import ArrayKind, BlockScheme, CacheArray, ChunkCache
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries import cache_arrays
 from samkv_integrations.store.base import StoredChunk

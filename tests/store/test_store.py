@@ -26,7 +26,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samkv_integrations.chunks.chunk import ChunkCache
+from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
 from samkv_integrations.lab.tuned import read_tuned
 from samkv_integrations.store.disk import ChunkStore

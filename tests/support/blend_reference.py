@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, Fingerprint
+from samkv_integrations.store.chunk import BlockScheme, ChunkCache, Fingerprint
 from samkv_integrations.methods.base import Positions
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks

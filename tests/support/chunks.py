@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint, normalise
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint, normalise
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.entries import cache_arrays
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (

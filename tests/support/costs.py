@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 
 # Only computed tokens cost anything, so that what the model computes can be held against it.
 TOKENS_ONLY = CostModel(layer_s=0, token_s=1, pair_s=0, entry_s=0, read_s=0)

@@ -37,7 +37,7 @@ from langchain_samkv import (
     format_docs,
 )
 from samkv_integrations import Engine
-from samkv_integrations.chunks.chunk import normalise
+from samkv_integrations.store.chunk import normalise
 from samkv_integrations.lab.evaluation import f1_words
 from tests.support.pipelines import (
     TOP_K,

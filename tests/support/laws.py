@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS, Method
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asking import Asked, ask

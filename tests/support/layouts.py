@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samkv_integrations.chunks.chunk import BlockScheme
+from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 

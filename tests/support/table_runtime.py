@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.prompt.quoting import SpecialTokens
 from samkv_integrations.runtimes.base import (
     Begun,

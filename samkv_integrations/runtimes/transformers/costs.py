@@ -1,24 +1,21 @@
-"""The costs of a model's passes on its device: assumed, measured, and kept beside the caches.
+"""The costs of a model's passes on its device: assumed and measured.
 
 ``samkv doctor`` measures them.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat, groups
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
-from samkv_integrations.store.base import Store
 
 
 def assumed_costs(model: LayeredModel) -> CostModel:
@@ -33,23 +30,6 @@ def assumed_costs(model: LayeredModel) -> CostModel:
         # for a GPU, threads read while layers run
         read_s=(1e-10 if on_gpu else 1e-9) * model.n_kv_heads * model.head_dim,
     )
-
-
-def kept_costs(model: LayeredModel, store: Store) -> CostModel:
-    """The costs kept beside the caches for this machine, else the assumed ones."""
-    text = store.note(name_of(model))
-    try:
-        kept = CostModel(**json.loads(text or ""))
-        if all(0 <= seconds < 1e6 for seconds in asdict(kept).values()):
-            return kept
-    except (ValueError, TypeError):  # none, or damaged
-        pass
-    return assumed_costs(model)
-
-
-def keep_costs(model: LayeredModel, store: Store, costs: CostModel) -> None:
-    """Write measured costs beside the caches. Raises StoreError if that fails."""
-    store.put_note(name_of(model), json.dumps(asdict(costs)))
 
 
 def name_of(model: LayeredModel) -> str:

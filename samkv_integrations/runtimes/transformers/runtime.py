@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import BlockScheme, CacheShape, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.plan.costs import CostModel
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.runtimes.base import (
     Begun,
     Logits,
@@ -27,7 +28,13 @@ from samkv_integrations.runtimes.base import (
 )
 from samkv_integrations.runtimes.memory import available_bytes
 from samkv_integrations.runtimes.transformers import costs, row_costs
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
+    cache_shape,
+    entry_format_of,
+)
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
+from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.decode import decode
@@ -37,7 +44,7 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
-from samkv_integrations.runtimes.transformers.sampling import Sampling
+from samkv_integrations.runtimes.transformers.sampling import Sampling, size_of
 from samkv_integrations.store.base import Store
 
 
@@ -45,6 +52,16 @@ class Model(LayeredModel, Runtime):
     """A transformers model as a `Runtime`. For its arguments see `LayeredModel`."""
 
     _before: tuple[str, Before] | None = None  # entries of the prefix, by fingerprint
+    stable_layers: Mapping[tuple[str, ...], tuple[int, ...]] = {}
+    """The layers N* by the keys of the chunks that have voted, of the latest vote."""
+
+    @cached_property
+    def _readers(self) -> WeakSet[HotChunks]:
+        return WeakSet()
+
+    @property
+    def device_name(self) -> str:
+        return str(self.device)
 
     @property
     def interleaves(self) -> bool:
@@ -83,24 +100,41 @@ class Model(LayeredModel, Runtime):
         pause: Callable[[], None],
     ) -> Sequence[ChunkCache]:  # fmt: skip
         with self.interruptible(pause):
-            if self._before is None or self._before[0] != fingerprint.digest:
-                self._before = fingerprint.digest, entries_before(self, prefix)
-            return prefill(self, chunks, fingerprint, self._before[1])
+            before, generation = self._before, self.generation()
+            if before is None or before[0] != fingerprint.digest:
+                before = fingerprint.digest, entries_before(self, prefix)
+                if self.generation() == generation:  # else nothing of them is kept
+                    self._before = before
+            return prefill(self, chunks, fingerprint, before[1])
+
+    def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
+        return cache_shape(fingerprint, n_tokens)
 
     def reader(self, store: Store, hot_bytes: int | str | None) -> HotChunks:
         """Raises InvalidOption for no size, and for more than the device has."""
+        n_bytes = self._hot_bytes(hot_bytes) if store.path is not None else 0
+        reader = HotChunks(store, n_bytes, self.layer_devices)
+        self._readers.add(reader)
+        return reader
+
+    def _hot_bytes(self, hot_bytes: int | str | None) -> int:
         most = available_bytes()
         default = 0
         if self.device.type == "cuda":
             free, most = torch.cuda.mem_get_info(self.device)
             default = free // 10
-        n_bytes = default if hot_bytes is None else size_in_bytes("hot_bytes", hot_bytes)
+        n_bytes = default if hot_bytes is None else size_of("hot_bytes", hot_bytes)
         if hot_bytes is not None and most is not None and n_bytes > most:
             raise InvalidOption(
                 f"hot_bytes={hot_bytes}, and {self.device} has {most} bytes; give less, or None "
                 "for the default"
             )
-        return HotChunks(store, n_bytes, self.layer_devices)
+        return n_bytes
+
+    def free(self) -> None:
+        """Free the hot chunks of all engines of this model."""
+        for reader in [*self._readers]:
+            reader.clear()
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -164,6 +198,9 @@ class Model(LayeredModel, Runtime):
             return int(torch.cuda.mem_get_info(self.device)[0])
         return available_bytes() or 2**31
 
+    def stacked(self, logits: Sequence[Logits]) -> torch.Tensor:
+        return torch.stack([*logits]).float().cpu()
+
     def thread(self) -> AbstractContextManager[None]:
         return torch.inference_mode()
 
@@ -179,7 +216,7 @@ class Model(LayeredModel, Runtime):
         return costs.name_of(self)
 
     def assumed_costs(self) -> CostModel:
-        return costs.assumed(self)
+        return costs.assumed_costs(self)
 
     def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
-        return costs.measure(self, fingerprint)
+        return costs.measure(self, entry_format_of(fingerprint))

@@ -1,27 +1,10 @@
-"""How the next token is chosen: sampling options, and answers that keep to a JSON schema.
-
-llguidance rules out the tokens that would break the schema.
-"""
+"""How the next token is chosen, with transformers' own logits processors."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import reprlib
 import secrets
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from decimal import Decimal
-from functools import cache
-from hashlib import sha256
-from threading import BoundedSemaphore
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,19 +18,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from samkv_integrations.errors import (
-    InvalidOption,
-    MissingExtra,
-    Overloaded,
-    TimedOut,
-    UnknownOption,
-)
-from samkv_integrations.options import OPTIONS, SamplingOptions, check_option
+from samkv_integrations.options import Sampling, SamplingOptions, declared
+from samkv_integrations.runtimes.base import TokenMask
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
 
 _WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
     "temperature": TemperatureLogitsWarper,
@@ -55,66 +28,36 @@ _WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
 }
-"""What transformers changes the logits of a draw with, in this order."""
+"""The logits processors of transformers, in the order in which they are applied."""
 
 
-@dataclass(frozen=True, init=False)
-class Sampling:
-    """Options that were given, checked, and the defaults of all others.
-
-    Raises:
-        UnknownOption: there is no such option.
-        InvalidOption: a value is no number of the right kind, or out of range.
-    """
-
-    items: tuple[tuple[str, float | int | None], ...]
-    values: Mapping[str, float | int | None] = field(compare=False, repr=False)
-    max_new_tokens: int = field(compare=False, repr=False)
-    is_greedy: bool = field(compare=False, repr=False)
-
-    def __init__(self, **given: Unpack[SamplingOptions]) -> None:
-        options: Mapping[str, Any] = given
-        for name in options.keys() - OPTIONS.keys():
-            raise UnknownOption.among("option of sampling", name, OPTIONS)
-        values = {
-            name: check_option(name, options.get(name, option.default))
-            for name, option in OPTIONS.items()
-        }
-        vars(self).update(  # as frozen fields are set
-            items=tuple(values.items()), values=values, max_new_tokens=values["max_new_tokens"],
-            is_greedy=values["temperature"] == 0,
-        )  # fmt: skip
-
-
-class Sampler:
+class TransformersSampler:
     """Chooses one token after another for one answer; remembers what it chose.
 
-    constraint: rules tokens out before anything else: of what top_k leaves, none might be allowed.
+    mask: rules tokens out before anything else: of what top_k leaves, none might be allowed.
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        constraint: LogitsProcessor | None = None,
-    ) -> None:
+        self, model: LayeredModel, prompt_ids: Sequence[int], sampling: Sampling,
+        mask: TokenMask | None = None,
+    ) -> None:  # fmt: skip
         self._ids = torch.tensor([list(prompt_ids)], device=model.device)
-        self._greedy = sampling.is_greedy
-        self._warpers = LogitsProcessorList([] if constraint is None else [constraint])
-        penalty: Any = sampling.values["repetition_penalty"]
+        self._n_prompt, self._mask = len(prompt_ids), mask
+        self._is_greedy = sampling.is_greedy
+        self._processors = LogitsProcessorList()
+        penalty: Any = sampling.repetition_penalty
         if penalty is None:
             penalty = getattr(model.hf.generation_config, "repetition_penalty", None)
         if penalty not in (None, 1):
-            self._warpers.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
-        if not self._greedy:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+        if not self._is_greedy:
+            options = declared(SamplingOptions)
             for name, warper in _WARPERS.items():
-                if (value := sampling.values[name]) != OPTIONS[name].default:
-                    self._warpers.append(warper(value))
+                if (value := getattr(sampling, name)) != options[name][1].default:
+                    self._processors.append(warper(value))
             # `torch.Generator.seed` would open /dev/urandom, which fails a process that has too
             # many files open.
-            seed = sampling.values["seed"]
-            drawn = secrets.randbits(64) if seed is None else int(seed)
+            drawn = secrets.randbits(64) if sampling.seed is None else sampling.seed
             self._generator = torch.Generator(device=model.device).manual_seed(drawn)
 
     def next(self, logits: Tensor) -> int:
@@ -124,333 +67,20 @@ class Sampler:
         return token
 
     def next_if_sure(self, logits: Tensor, tolerance: float) -> int | None:
-        """Like `next`; None, and nothing is chosen, where that depends on errors of the logits.
-
-        tolerance: two logits that differ by no more may change places; 0 if all are exact.
-        """
-        scores = self._warpers(self._ids, logits[None].float())  # type: ignore[arg-type]
+        """See `Sampler.next_if_sure`."""
+        scores = logits[None].float()
+        if self._mask is not None:
+            answer = self._ids[0, self._n_prompt :].tolist()
+            allowed = torch.from_numpy(self._mask.allowed(scores.shape[-1], answer))
+            scores = scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+        scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
         if tolerance:
             first, second = scores.topk(2).values[0].tolist()
-            if not self._greedy or first - second <= tolerance:
+            if not self._is_greedy or first - second <= tolerance:
                 return None
-        if self._greedy:
+        if self._is_greedy:
             token = scores.argmax(dim=-1, keepdim=True)
         else:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         self._ids = torch.cat((self._ids, token), dim=1)
         return int(token)
-
-
-# -- JSON schemas -----------------------------------------------------------------------------
-
-# One way to write JSON, that of json.dumps: where any white space is allowed, some models write
-# nothing else until their tokens run out.
-_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-MAX_SCHEMA_LENGTH = 100_000
-"""Characters of a schema as JSON."""
-
-MAX_LITERAL_LENGTH = 2_000
-"""Characters of one pattern, constant, value of an enumeration or name of a property. The time of a
-mask grows with them, for some patterns with their square: 48,900 optional letters took 26 s."""
-
-MAX_MULTIPLE = 100_000
-"""Largest common multiple of all values of ``multipleOf``, in units of their last decimal place:
-reading 99,991 takes about a second, and far larger ones take minutes and gigabytes."""
-
-_MOST_PLACES = 20  # decimal ones, of a multiple
-
-MOST_READING_S = 5
-"""CPU seconds that llguidance may take to read a schema. Sixteen patterns that must all hold took
-more than a minute, and could not be ended."""
-
-MOST_READING_BYTES = 1 << 30
-"""Memory that it may take."""
-
-_READ = f"""
-import os, sys
-try:
-    os.nice(10)  # answers come first
-    import resource
-    resource.setrlimit(resource.RLIMIT_CPU, ({MOST_READING_S}, {MOST_READING_S + 1}))
-    resource.setrlimit(resource.RLIMIT_AS, ({MOST_READING_BYTES}, {MOST_READING_BYTES}))
-except (AttributeError, ImportError):  # Windows: the time on the clock is the only limit
-    pass
-from llguidance import LLMatcher
-LLMatcher.validate_grammar(sys.stdin.read())
-"""
-
-# Of one mask, in llguidance's units: with its own limits, an array of 2,000 constants takes 2.5 s
-# in the model's thread; with these, .7 s.
-_LEXER_FUEL, _STEP_ITEMS = 250_000, 2_000
-
-_MOST_READ = 64  # schemas that a reader remembers
-_MOST_WAITING_S = 30  # on the clock, for a place and the reading together
-_places = BoundedSemaphore(4)
-
-
-@cache
-def _places_of(owner: str) -> BoundedSemaphore:
-    """Half of the places, as an owner who always reads must leave some to others."""
-    return BoundedSemaphore(2)
-
-
-_VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
-
-
-def check_json_schema(schema: object) -> None:
-    """Raises InvalidOption if ``schema`` is no dict of JSON; whether it is a schema, see below."""
-    try:
-        written = json.dumps(schema, allow_nan=False) if isinstance(schema, Mapping) else ""
-    except (TypeError, ValueError, RecursionError):
-        written = ""
-    if not written:
-        raise InvalidOption(
-            f"json_schema={reprlib.repr(schema)}; it must be a JSON schema as a dict, such as "
-            "{'type': 'object'} or what model_json_schema() of a pydantic class returns"
-        )
-    if len(written) > MAX_SCHEMA_LENGTH:
-        raise InvalidOption(
-            f"json_schema of {len(written)} characters; it may have {MAX_SCHEMA_LENGTH}, as larger "
-            "ones take too long to read"
-        )
-    if len(literal := _longest_literal(schema)) > MAX_LITERAL_LENGTH:
-        raise InvalidOption(
-            "json_schema has a pattern, constant, value of an enumeration or name of "
-            f"{len(literal)} characters, {reprlib.repr(literal)}; it may have "
-            f"{MAX_LITERAL_LENGTH}; leave it out, and check that part when the answer is there"
-        )
-    if _common_multiple(schema) > MAX_MULTIPLE:
-        raise InvalidOption(
-            f"json_schema: the values of multipleOf have a common multiple of more than "
-            f"{MAX_MULTIPLE}, in units of their last decimal place; leave it out, and check that "
-            "part when the answer is there"
-        )
-
-
-class JsonConstraint(LogitsProcessor):
-    """Leaves in the draw what continues JSON of a schema; end tokens once it is complete.
-
-    It follows one answer, from its first token.
-
-    model: its tokenizer is read once, about 1 s for a vocabulary of 100,000.
-    schema: a JSON schema. Objects have their properties in its order, and no others unless
-        ``additionalProperties`` says so.
-    end_ids: tokens that end the answer.
-    reader, owner, until: see `SchemaReader.check`.
-
-    Raises:
-        InvalidOption: the schema is none, cannot be fulfilled, or asks for what cannot be decided
-            token by token (``not``, ``uniqueItems``, ...).
-        MissingExtra: llguidance is not installed.
-        Overloaded, TimedOut: the schema was not read in time.
-    """
-
-    def __init__(
-        self,
-        model: LayeredModel,
-        schema: Mapping[str, Any],
-        end_ids: frozenset[int],
-        reader: SchemaReader,
-        owner: str = "",
-        until: float | None = None,
-    ) -> None:
-        check_json_schema(schema)
-        try:
-            from llguidance import LLMatcher, LLParserLimits
-        except ImportError as error:
-            raise MissingExtra.of("llguidance", "structured") from error
-        if not end_ids:
-            raise InvalidOption(
-                f"json_schema: {model.name!r} has no token that ends an answer; give stop_ids"
-            )
-        try:
-            written = json.dumps(_closed(schema))
-            grammar = LLMatcher.grammar_from_json_schema(written, overrides=_LAYOUT)
-        except (ValueError, RecursionError) as error:  # half characters, or nested too deep
-            raise InvalidOption(f"json_schema: {error}; give a simpler schema") from error
-        reader.check(grammar, owner, until)
-        limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS)
-        tokenizer = _tokenizer(model, end_ids)
-        self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if self._matcher.is_error():
-            raise InvalidOption(
-                f"json_schema: {self._error}; change the schema, or check "
-                "that part of it when the answer is there"
-            )
-        self._n_seen: int | None = None
-        self._forced: list[int] = []  # the next tokens, where the schema leaves no choice
-
-    @property
-    def _error(self) -> str:
-        """What is wrong, without the state of the parser."""
-        return self._matcher.get_error().partition("\n<state>")[0].strip()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """(1, prompt and answer so far) ids and (1, vocabulary) logits -> those that may follow."""
-        taken = [] if self._n_seen is None else input_ids[0, self._n_seen :].tolist()
-        self._n_seen = input_ids.shape[1]
-        self._matcher.consume_tokens(taken)
-        del self._forced[: len(taken)]
-        if not self._forced:  # found for a whole text at once, as it takes long for each token
-            self._forced = self._matcher.compute_ff_tokens()
-        if self._forced:
-            allowed = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
-            allowed[self._forced[0]] = True
-        else:
-            bias = bytearray(self._matcher.compute_logit_bias())  # a byte a token, 0 for ruled out
-            every = torch.frombuffer(bias, dtype=torch.uint8).to(scores.device) > 0
-            allowed = every[: scores.shape[-1]]
-        if self._matcher.is_error():
-            raise InvalidOption(f"json_schema: {self._error}; give a simpler schema")
-        return scores.masked_fill(~allowed, float("-inf"))
-
-
-class SchemaReader:
-    """Reads the schemas of one namespace in processes of their own: nothing else can be ended.
-
-    It remembers the last ones. Each namespace has a reader, as the time that a schema takes would
-    tell who else has used it.
-    """
-
-    def __init__(self) -> None:
-        self._is_quick: dict[bytes, bool] = {}  # by the digest of the grammar, latest last
-
-    def check(self, grammar: str, owner: str = "", until: float | None = None) -> None:
-        """Check that a grammar of llguidance can be read within the limits.
-
-        owner: who asks; each may read two at once, of four. until: when the caller's timeout ends
-        (`time.perf_counter`); None without one.
-
-        Raises:
-            InvalidOption: it cannot.
-            TimedOut: it was not read within the caller's timeout.
-            Overloaded: it was not read in time, as the machine has much else to do.
-        """
-        digest = sha256(grammar.encode()).digest()
-        latest = time.perf_counter() + _MOST_WAITING_S
-        ends = latest if until is None else min(until, latest)
-        if (is_quick := self._is_quick.get(digest)) is None:
-            try:
-                with _place(_places_of(owner), ends), _place(_places, ends):
-                    if (is_quick := self._is_quick.get(digest)) is None:  # or read meanwhile
-                        is_quick = _is_read(grammar, ends)
-            except subprocess.TimeoutExpired as error:
-                if ends == until:
-                    raise TimedOut(
-                        "json_schema was not read within the timeout; give more, or a simpler "
-                        "schema"
-                    ) from error
-                raise Overloaded(
-                    f"json_schema was not read within {_MOST_WAITING_S} s, as others are being "
-                    "read; ask again later"
-                ) from error
-        self._is_quick.pop(digest, None)
-        self._is_quick[digest] = is_quick
-        for oldest in list(self._is_quick)[:-_MOST_READ]:
-            self._is_quick.pop(oldest, None)
-        if not is_quick:
-            raise InvalidOption(
-                f"json_schema takes more than {MOST_READING_S} s or {MOST_READING_BYTES >> 30} GiB "
-                "to read; give fewer patterns, fewer alternatives or smaller numbers"
-            )
-
-
-@contextmanager
-def _place(places: BoundedSemaphore, ends: float) -> Iterator[None]:
-    """Hold a place. Raises TimeoutExpired if none is free by ``ends``."""
-    left = max(0.0, ends - time.perf_counter())
-    if not places.acquire(timeout=left):
-        raise subprocess.TimeoutExpired("a place", left)
-    try:
-        yield
-    finally:
-        places.release()
-
-
-def _is_read(grammar: str, ends: float) -> bool:
-    """Whether a process reads it within the limits.
-
-    Raises TimeoutExpired at ``ends``, and Overloaded if something else has ended the process.
-    """
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _READ], input=grammar.encode(), capture_output=True,
-        timeout=max(0.0, ends - time.perf_counter()), check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    own_limits = (-getattr(signal, "SIGXCPU", 0), -signal.SIGABRT)  # of time and of memory
-    if done.returncode < 0 and done.returncode not in own_limits:
-        raise Overloaded(
-            f"the process that read json_schema was killed (signal {-done.returncode}); ask again"
-        )
-    return done.returncode == 0
-
-
-def _objects(schema: object) -> Iterator[Mapping[Any, Any]]:
-    """All objects in the JSON of a schema, with itself."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, Mapping):
-            yield part
-            left += part.values()
-        elif isinstance(part, list | tuple):
-            left += part
-
-
-def _longest_literal(schema: object) -> str:
-    """The longest name, pattern or value, as JSON, that text of an answer is compared with."""
-    literals = [""]
-    for part in _objects(schema):
-        literals += map(str, part)
-        literals += (json.dumps(part[name]) for name in ("const", "pattern") if name in part)
-        for name in ("enum", "required"):
-            if isinstance(part.get(name), list | tuple):
-                literals += map(json.dumps, part[name])
-    return max(literals, key=len)
-
-
-def _common_multiple(schema: object) -> int:
-    """The least common multiple of all values of ``multipleOf``, without their trailing zeros."""
-    given = (part.get("multipleOf") for part in _objects(schema))
-    values = [Decimal(str(value)) for value in given if type(value) in (int, float) and value]
-    places = max([0, *(-int(value.as_tuple().exponent) for value in values)])
-    if places > _MOST_PLACES:
-        return MAX_MULTIPLE + 1
-    multiple = 1
-    for value in values:
-        multiple = math.lcm(multiple, int(value * 10**places) or 1)
-        while multiple % 10 == 0:
-            multiple //= 10
-        if multiple > MAX_MULTIPLE:  # thousands of huge ones would take seconds
-            break
-    return multiple
-
-
-def _closed(schema: Any) -> Any:  # noqa: ANN401
-    """The schema, whose objects have no properties but those that it names, if it names any.
-
-    By the letter of JSON Schema they might have others, which whoever asked has no use for.
-    """
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
-    # parts of an allOf say together which there are
-    if isinstance(schema.get("properties"), Mapping) and "allOf" not in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-def _tokenizer(model: LayeredModel, end_ids: frozenset[int]) -> LLTokenizer:
-    """The model's tokenizer as llguidance needs it; made once for each set of end tokens."""
-    import llguidance.hf
-
-    found: LLTokenizer | None = model.constraint_tokenizers.get(end_ids)
-    if found is None:
-        found = llguidance.hf.from_tokenizer(
-            model.tokenizer, n_vocab=model.config.vocab_size, eos_token=sorted(end_ids)
-        )
-        model.constraint_tokenizers[end_ids] = found
-    return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.chunks.chunk import ChunkBlocks
+from samkv_integrations.store.chunk import ChunkBlocks
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     BlockMeans,
     ChunkStatistics,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import (
+from samkv_integrations.store.chunk import (
     ArrayKind,
     CacheArray,
     CacheShape,

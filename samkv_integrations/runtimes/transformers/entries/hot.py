@@ -10,19 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     cache_shape,
     key_range,
 )
+from samkv_integrations.runtimes.base import ChunkReader
 from samkv_integrations.store.base import Store, StoredChunk
 from samkv_integrations.store.memory import MemoryChunk
 
@@ -77,7 +77,7 @@ class HotChunk(MemoryChunk):
         return replace(self.hot.cache, entries=self.hot.entries.cpu().numpy())
 
 
-class HotChunks:
+class HotChunks(ChunkReader):
     """Caches of a store in memory, packed as stored; the least recently used make room.
 
     Before a cache is used, its file is opened, and must be the one that was read, unchanged. So a
@@ -103,7 +103,6 @@ class HotChunks:
         self._coming: dict[tuple[int, Place], Future[None]] = {}  # by process: a fork has none
         self._seen_deletion: int | None = None
         self._lock = threading.Lock()
-        self._siblings = WeakSet((self,))
 
     @property
     def n_bytes(self) -> int:
@@ -294,13 +293,3 @@ class HotChunks:
         """Free all caches; questions hold them again."""
         with self._lock:
             self._held.clear()
-
-    def join(self, siblings: WeakSet[HotChunks]) -> None:
-        """Enter a group, such as of the engines of one model, whose memory `clear_all` frees."""
-        siblings.add(self)
-        self._siblings = siblings
-
-    def clear_all(self) -> None:
-        """Free all caches of the group."""
-        for each in [*self._siblings]:
-            each.clear()

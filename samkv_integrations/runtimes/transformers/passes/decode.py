@@ -8,34 +8,38 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.plan.first_token import first_token
-from samkv_integrations.plan.request import FirstToken, Request
-from samkv_integrations.report import Report
+from samkv_integrations.runtimes.base import FirstEntries
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.working_cache import WorkingCache
-from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
 
 
 @dataclass(eq=False)
 class Decoder:
-    """Computes the tokens of one answer over a working cache.
-
-    position: of the next token. It counts all tokens of the prompt, although the cache may lack
-    entries of some.
-    """
+    """One answer that is decoded over a working cache, see `TokenSequence`."""
 
     model: LayeredModel
     cache: WorkingCache
-    position: int
+    n_tokens: int
+    entries: FirstEntries | None = None
 
-    def step(self, token: int) -> Tensor:
-        """Logits (vocabulary,) after ``token``."""
-        return decode([self], [[token]])[0][0]
+    @property
+    def prompt_bytes(self) -> int:
+        return self.cache.prompt_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.cache.kv_bytes
+
+    @property
+    def can_rewind(self) -> bool:
+        return self.cache.can_rewind
 
     def rewind(self, n_tokens: int) -> None:
-        """Take back the last ``n_tokens``. Only where the working cache can, see `WorkingCache`."""
-        self.position -= n_tokens
+        self.n_tokens -= n_tokens
         self.cache.rewind(n_tokens)
+
+    def put_back(self) -> None:
+        self.cache.put_back()
 
 
 def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -48,7 +52,7 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
     model, lengths = decoders[0].model, [len(each) for each in tokens]
     positions, rows = list[int](), list[WorkingCache]()
     for decoder, n_tokens in zip(decoders, lengths, strict=True):
-        positions += range(decoder.position, decoder.position + n_tokens)
+        positions += range(decoder.n_tokens, decoder.n_tokens + n_tokens)
         rows += [decoder.cache] * n_tokens
     before = [decoder.cache.lengths[:] for decoder in decoders]
     rotation = model.rotation(torch.tensor(positions))
@@ -75,42 +79,5 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
             decoder.cache.lengths = of_layers
         raise
     for decoder, n_tokens in zip(decoders, lengths, strict=True):
-        decoder.position += n_tokens
+        decoder.n_tokens += n_tokens
     return torch.split(logits, lengths)
-
-
-# -- one request by itself, in the model's thread ---------------------------------------------
-
-
-def decode_greedily(
-    model: LayeredModel, begun: FirstToken, most_tokens: int
-) -> tuple[list[int], str]:
-    """The answer of `Engine.generate` with its default options, of at most ``most_tokens``.
-
-    Returns its tokens, with the end token if the model chose it, and its text. The default options
-    include the repetition penalty of the model's generation config, if it has one. To be called in
-    the model's thread; the request needs room for the tokens.
-    """
-    sampler = Sampler(model, begun.layout.token_ids.tolist(), Sampling())
-    decoder = Decoder(model, begun.cache, begun.layout.n_tokens)
-    end_ids = model.end_ids(())
-    tokens = [sampler.next(begun.logits)]
-    while len(tokens) < most_tokens and tokens[-1] not in end_ids:
-        tokens.append(sampler.next(decoder.step(tokens[-1])))
-    shown = tokens[:-1] if tokens[-1] in end_ids else tokens
-    return tokens, model.detokenize(shown).strip()
-
-
-def force(request: Request, follow: Sequence[int]) -> tuple[Tensor, Report]:
-    """Answer a request with the tokens ``follow``, whatever the model would choose.
-
-    Returns logits (1 + n, vocabulary) float32 on the CPU, of the first token and after each of the
-    n given ones, and the first token's report. To be called in the model's thread; the request
-    needs room for the tokens. Errors are those of `first_token`.
-    """
-    begun = first_token(request)
-    decoder = Decoder(request.model, begun.cache, begun.layout.n_tokens)
-    if begun.kept is not None and follow:
-        request.drop(begun.kept)  # its tensors grow
-    logits = torch.stack([begun.logits, *map(decoder.step, follow)]).float().cpu()
-    return logits, begun.report

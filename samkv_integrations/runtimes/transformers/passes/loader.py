@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samkv_integrations.chunks.chunk import Fingerprint
+from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     chunk_statistics,
     layer_statistics,

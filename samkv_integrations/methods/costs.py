@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from samkv_integrations.methods import Method
 from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat, groups
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.base import Notes
 
 MARGIN = 0.95
 """Caches are used if their pass is estimated below this share of full prefill."""

@@ -1,0 +1,115 @@
+"""From a request to its first token: plan, load and run, keep, describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samkv_integrations.errors import OutOfMemory
+from samkv_integrations.plan.describe import describe
+from samkv_integrations.plan.kept_sequences import KeptSequence
+from samkv_integrations.plan.plan import Plan, make_plan
+from samkv_integrations.plan.request import Request
+from samkv_integrations.report import Report
+from samkv_integrations.runtimes.base import (
+    Begun,
+    ChunkLost,
+    FirstEntries,
+    Logits,
+    Observer,
+    TokenSequence,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstToken:
+    """The result of the prompt's pass.
+
+    logits: of the first token. sequence: for the tokens after it. report: figures that later
+    stages add, such as ``ttft_s``, are still 0. kept: the prompt's entries in memory, which those
+    of the answer may follow; None if they cannot.
+    """
+
+    logits: Logits
+    sequence: TokenSequence
+    report: Report
+    kept: KeptSequence[FirstEntries] | None = None
+
+
+def first_token(request: Request, observer: Observer) -> FirstToken:
+    """The first token of an answer. To be called in the model's thread.
+
+    A cache that fails while it is read becomes a miss, and the request starts again without it. A
+    device that runs out of memory frees hot chunks and kept sequences, and the request starts once
+    more.
+
+    Raises:
+        OutOfMemory: the device has no memory for it without them either.
+        PromptTooLong: prompt and answer exceed the context window.
+        InvalidOption: the method cannot be used with the model, or chooses with a wrong shape.
+        ChunkNotCached: a cache failed, and ``on_miss`` is ``error``.
+    """
+    is_last = False
+    while True:
+        try:
+            return _first_token(request, observer)
+        except ChunkLost as lost:
+            request.resolved.lose(lost.chunk, lost.miss)
+        except OutOfMemory:
+            request.free_memory()
+            if is_last:
+                raise
+            is_last = True  # the next try begins when the tensors of this one are free
+
+
+def _first_token(request: Request, observer: Observer) -> FirstToken:
+    found = request.look_up()
+    plan = make_plan(request, found)
+    if plan.missed:
+        with observer.stage("compute_chunks"):
+            resolved = request.resolved
+            resolved.add_computed(request.chunks.compute_for(plan.missed, resolved.since))
+        plan = make_plan(request, request.look_up(), may_compute=False)
+    begun = request.model.begin(plan.work, observer)
+    kept = _keep(request, plan, begun)
+    report = replace(describe(request, plan, begun), stays=kept is not None)
+    return FirstToken(logits=begun.logits, sequence=begun.sequence, report=report, kept=kept)
+
+
+def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntries] | None:
+    """Keep the prompt's entries for later prompts; None if they are not there, or have no room.
+
+    Where some were computed again for this answer, the prompt is kept with the answer, at its end.
+    """
+    work, layout = plan.work, plan.work.layout
+    if begun.copied is not None:
+        _kept(request, plan, begun.copied, np.zeros(work.n_copied, np.bool_), is_whole=False)
+    entries = begun.sequence.entries
+    if entries is None:
+        return None
+    from_cache = np.zeros(layout.n_tokens, np.bool_)
+    if plan.source is not None:
+        n_held = work.held.n_tokens
+        from_cache[:n_held] = plan.source.from_cache[:n_held]
+    # exact ones are not computed again for a later question either
+    is_given = (begun.computed == 1) | layout.exact[layout.chunk_of_token]
+    from_cache[layout.context_positions] = ~is_given
+    made = _kept(request, plan, entries, from_cache, is_whole=True)
+    return made
+
+
+def _kept(
+    request: Request, plan: Plan, entries: FirstEntries, from_cache: NDArray[np.bool_], *,
+    is_whole: bool,
+) -> KeptSequence[FirstEntries] | None:  # fmt: skip
+    n_tokens, remains = len(from_cache), plan.remains
+    made = KeptSequence(
+        made_by=plan.work.caches.fingerprint.computed_by, way=request.way,
+        deletion=request.resolved.since, token_ids=request.token_ids[:n_tokens],
+        n_exact=min(remains.n_exact, n_tokens), from_cache=from_cache,
+        prompts=remains.prompts if is_whole else (), turns=remains.turns if is_whole else (),
+        entries=entries, n_bytes=entries.n_bytes,
+    )  # fmt: skip
+    return made if len(plan.work.held.again) or request.keep(made) else None

@@ -1,0 +1,110 @@
+"""Whose turn it is: which job the model's thread does next, and which answers it decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.serving.answers import RunningAnswer
+
+AHEAD = 32
+"""Pieces that an answer may be ahead of its reader; then it is paused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A job that is no answer: a call of `Scheduler.run`."""
+
+    owner: str
+    call: Callable[[], None]
+
+
+Job = RunningAnswer | Call
+"""What takes longer than a step: a first token, or a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a scheduler.
+
+    max_batch: answers decoded in one step. With 1, they are computed one after another.
+    max_kv_bytes: KV entries that the running answers may need, each with its full prompt and all
+        its tokens; None for no limit. A single answer above the limit is computed alone.
+    max_waiting: answers of one owner that may wait for their first token; None for no limit.
+    """
+
+    max_batch: int = 8
+    max_kv_bytes: int | None = None
+    max_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_batch", 1), ("max_kv_bytes", 1), ("max_waiting", 0)):
+            value, may_be_none = getattr(self, name), name != "max_batch"
+            if type(value) is int and value >= least or (value is None and may_be_none):
+                continue
+            raise InvalidOption(
+                f"{name}={value!r}; it must be a whole number of at least {least}"
+                f"{', or None' if may_be_none else ''}"
+            )
+
+    def have_room(self, running: Sequence[RunningAnswer], answer: RunningAnswer) -> bool:
+        """Whether the entries of one more answer fit."""
+        if self.max_kv_bytes is None or not running:
+            return True
+        return sum(each.kv_bytes for each in (*running, answer)) <= self.max_kv_bytes
+
+
+class Turns:
+    """Jobs are done in the order in which they came.
+
+    After a call, running answers get as much time as it took before the next call.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._owed_s = 0.0  # to the running answers
+
+    def batch(self, running: Sequence[RunningAnswer]) -> list[RunningAnswer]:
+        """The answers of the next step: the first ones whose readers are not too far behind."""
+        return [each for each in running if is_read(each)][: self.limits.max_batch]
+
+    def next(
+        self, waiting: Sequence[Job], running: Sequence[RunningAnswer], paused: Job | None
+    ) -> Job | None:
+        """The job to do now; None for none. paused: the job in whose pause it would be done."""
+        batch, begun = self.batch(running), [*running]
+        if isinstance(paused, RunningAnswer):
+            batch.append(paused)
+            begun.append(paused)
+        may_call, may_begin = not batch or self._owed_s <= 0, len(batch) < self.limits.max_batch
+        for job in waiting:
+            if isinstance(job, Call):
+                if may_call:
+                    return job
+            elif may_begin:
+                if self.limits.have_room(begun, job):
+                    return job
+                may_begin = False  # a smaller answer does not overtake
+        return None
+
+    def charge(self, owner: str, seconds: float) -> None:
+        """Count model time that the jobs and the tokens of an owner took."""
+        self._owed_s -= seconds
+
+    def has_called(self, owner: str, seconds: float) -> None:
+        """Note that a call took so long."""
+        self._owed_s = seconds
+
+    def may_interrupt(self, job: Job, current: Job) -> bool:
+        """Whether a job may be done in a pause of another one."""
+        return False
+
+    def is_owed_a_step(self, batch: Sequence[RunningAnswer], current: Job) -> bool:
+        """Whether a step comes in this pause of a job, however long ago the last one is."""
+        return False
+
+
+def is_read(answer: RunningAnswer) -> bool:
+    """Whether an answer goes on: it is neither at its end nor `AHEAD` of its reader."""
+    return not (answer.is_complete or answer.is_abandoned) and len(answer.pieces) < AHEAD
