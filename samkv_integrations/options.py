@@ -1,97 +1,219 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the flags of an engine's options (`samkv_integrations.cli.arguments`), the tables of
-the API reference, and the descriptions of the LLMs' fields
-(`samkv_integrations.frameworks.fields`). The code that uses an option reads it from `Engine`'s
-arguments or from `AnswerSettings`, which repeat its name and default. The options of sampling are
-declared in `samkv_integrations.runtimes.transformers.sampling`.
+A declaration is a row of a TypedDict: a name, a type, and an `Option`. Of the rows are made: the
+keyword arguments of `Engine` and of its answers, their checks and defaults, the fields of LLMs and
+of the server's requests (`samkv_integrations.frameworks.fields`), the flags of the command line
+(`samkv_integrations.cli.arguments`), and the tables of the API reference (``docs/fields.py``).
 """
 
-import os
+import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from threading import TIMEOUT_MAX
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ForwardRef,
+    Literal,
+    TypedDict,
+    Unpack,
+    get_args,
+    get_type_hints,
+)
 
-from samkv_integrations.errors import InvalidOption
-from samkv_integrations.option import Option, declared
+from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 
 if TYPE_CHECKING:
     import torch
 
     from samkv_integrations.methods import Method
-    from samkv_integrations.prompt.resolve import OnMiss
     from samkv_integrations.runtimes.transformers.eviction import Eviction
-    from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+    from samkv_integrations.runtimes.transformers.model.model import Model
+
+DEFAULT_METHOD = "auto"
+
+STORE_BITS = (4, 8, 16)
+"""Bits of a stored number; 16 stands for the model's own dtype, also if that is float32."""
+DEFAULT_STORE_BITS = 4
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Weights = Literal["auto", "packed", "unpacked", "int8"]
+OnMiss = Literal["text", "compute", "error"]
+PrefixPolicy = Literal["auto", "documents", "bos", "none"]
+
+Check = Callable[[str, Any], object]
+"""Raises InvalidOption or UnknownOption if an option of this name must not have this value."""
 
 
-def check_options(options: type, given: Mapping[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The declaration of one option beside its name and its type.
+
+    description: one sentence, the help of its flag. more: further sentences, for the reference and
+        the fields of LLMs.
+    default: the value of an option that is not given. unset: what None stands for; empty if there
+        is no None.
+    check: of a value other than None; None for any value, where LLMs and the command line check the
+        type.
+    of_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name.
+    has_flag: whether commands that answer have a flag of this name. is_everyday: whether their help
+        shows it among the first.
+    """
+
+    description: str
+    default: Any
+    more: str = ""
+    unset: str = ""
+    check: Check | None = None
+    of_llms: bool = True
+    has_flag: bool = False
+    is_everyday: bool = False
+
+    @property
+    def text(self) -> str:
+        """All sentences, with what None stands for."""
+        unset = f"None: {self.unset}." if self.unset else ""
+        return " ".join(filter(None, (self.description, self.more, unset)))
+
+
+Declared = Mapping[str, tuple[Any, Option]]
+"""Name -> type and declaration of an option."""
+
+
+@cache
+def declared(group: type) -> Declared:
+    """The options that a TypedDict declares."""
+    hints: Mapping[str, Any] = group.__annotations__
+    if any(isinstance(hint, ForwardRef) for hint in hints.values()):
+        hints = get_type_hints(group, include_extras=True)
+    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
+
+
+def check_options(group: type, given: Mapping[str, Any]) -> None:
     """Raises InvalidOption or UnknownOption for the first value that a declaration refuses."""
-    for name, (_, option) in declared(options).items():
-        if name not in given or given[name] is None is option.default:
-            continue
-        value = given[name]
-        if option.check is not None:
-            option.check(value)
-        elif option.allows is not None and not option.allows(value):
-            raise InvalidOption(f"{name}={value!r}; it must be {option.bounds}")
+    for name, (_, option) in declared(group).items():
+        if option.check is not None and name in given:
+            if not (given[name] is None is option.default):
+                option.check(name, given[name])
+
+
+def complete(group: type, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The options of a group, checked, with the defaults of those that are not given.
+
+    kind: what an option is called in an error. Raises UnknownOption or InvalidOption.
+    """
+    known = declared(group)
+    for name in given.keys() - known.keys():
+        raise UnknownOption.among(kind, name, known)
+    check_options(group, given)
+    return {name: option.default for name, (_, option) in known.items()} | dict(given)
 
 
 # -- checks ------------------------------------------------------------------------------------
 
 
-def check_value(name: str, value: Any) -> object:  # noqa: ANN401
-    """The check of the code that uses the option ``name``."""
+def among(*allowed: object) -> Check:
+    """The check of a value that is one of a few."""
+
+    def check(name: str, value: object) -> None:
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise InvalidOption(Given(name, value), f"; allowed: {', '.join(map(str, allowed))}")
+
+    return check
+
+
+def number(must_be: str, allows: Callable[[Any], bool], *, is_whole: bool = False) -> Check:
+    """The check of a number; allows: false for a NaN. must_be: what is allowed, in words."""
+
+    def check(name: str, value: Any) -> None:  # noqa: ANN401
+        if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+            kind = "a whole number" if is_whole else "a number"
+            raise InvalidOption(Given(name, value), f"; it must be {kind}")
+        if not allows(value):
+            raise InvalidOption(Given(name, value), f"; it must be {must_be}")
+
+    return check
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Raises InvalidOption for a dtype that no model is loaded in."""
+    InvalidOption.unless_among(name, str(dtype).removeprefix("torch."), DTYPES)
+
+
+def check_method(name: str, method: Any) -> None:  # noqa: ANN401
+    """Raises UnknownOption for a method that does not exist."""
     from samkv_integrations.methods import get_method
-    from samkv_integrations.runtimes.transformers.entries.quantise import check_store_bits
+
+    get_method(method)
+
+
+def check_eviction(name: str, eviction: Any) -> None:  # noqa: ANN401
+    """Raises UnknownOption for a rule that does not exist, InvalidOption for a wrong kind."""
     from samkv_integrations.runtimes.transformers.eviction import get_eviction
-    from samkv_integrations.runtimes.transformers.sampling import check_json_schema
 
-    checks: Mapping[str, Callable[[Any], object]] = {
-        "method": get_method, "eviction": get_eviction, "store_bits": check_store_bits,
-        "json_schema": check_json_schema,
-    }  # fmt: skip
-    return checks[name](value)
+    get_eviction(eviction)
 
 
-def check_prefix(prefix: object) -> None:
-    """Raises InvalidOption for an unknown policy, or a learned prefix, which was removed."""
-    from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+def check_json_schema(name: str, schema: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption for what is no JSON schema, or takes too long to read."""
+    from samkv_integrations.runtimes.transformers import sampling
 
-    is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
-    if prefix == "learned" or is_file:
-        raise InvalidOption(
-            f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
-            "ingest again"
-        )
-    InvalidOption.unless_among("prefix", prefix, get_args(PrefixPolicy))
+    sampling.check_json_schema(schema)
 
 
-def check_on_miss(on_miss: str) -> None:
-    """Raises InvalidOption if ``on_miss`` is nothing that can be done for a missed chunk."""
-    from samkv_integrations.prompt.resolve import OnMiss
-
-    InvalidOption.unless_among("on_miss", on_miss, get_args(OnMiss))
-
-
-def check_timeout(timeout: Any) -> None:  # noqa: ANN401
-    """Raises InvalidOption if ``timeout`` is no number of seconds that one could wait."""
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not (is_number and 0 < timeout <= TIMEOUT_MAX):
-        raise InvalidOption(
-            f"timeout={timeout!r}; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
-            "None for no end"
-        )
+def check_text(name: str, text: object) -> None:
+    """Raises InvalidOption for anything but a string."""
+    if not isinstance(text, str):
+        raise InvalidOption(Given(name, text), "; it must be a string")
 
 
-def check_stop(stop: object) -> None:
+def check_stop(name: str, stop: object) -> None:
     """Raises InvalidOption unless ``stop`` is a list of strings; an empty one would end all."""
     is_list = isinstance(stop, Collection) and not isinstance(stop, str)
     for text in stop if is_list else ("",):  # type: ignore[attr-defined]  # a Collection
         if not isinstance(text, str) or not text:
-            raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+            raise InvalidOption(Given(name, stop), "; it must be a list of non-empty strings")
+
+
+def check_timeout(name: str, timeout: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption unless ``timeout`` is a number of seconds that one could wait."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout <= TIMEOUT_MAX):
+        raise InvalidOption(
+            Given(name, timeout), f"; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
+            "None for no end",
+        )  # fmt: skip
+
+
+def check_size(name: str, size: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption unless ``size`` is a number of bytes, 0 included, or their text."""
+    if size not in (0, "0"):
+        bytes_of(name, size)
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
+
+
+def bytes_of(name: str, size: int | str) -> int:
+    """The bytes of a size: a whole number, or a text such as ``500MB``, ``1.5 GiB`` or ``4096``.
+
+    name: of the option, for InvalidOption, which is raised for anything else.
+    """
+    n_bytes: float | None = size if type(size) is int else None
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found:
+        power = "_kmgt".index((found[2] or "_").lower())
+        n_bytes = float(found[1]) * (1024 if found[3] else 1000) ** power
+    if n_bytes is None or not 1 <= n_bytes < 2**63:  # SQLite's largest integer
+        raise InvalidOption(
+            Given(name, size), "; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
+        )
+    return int(n_bytes)
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -100,157 +222,368 @@ def check_stop(stop: object) -> None:
 class ModelOptions(TypedDict, total=False):
     """How a model is loaded, in the names of both frameworks."""
 
-    model_name: Annotated[str | Path, Option(default="")]
-    """A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'."""
-    tokenizer_name: Annotated[str | None, Option(default=None, unset="where the model is")]
-    """Hub id or folder of the tokenizer."""
-    device_map: Annotated[str | None, Option(default="auto", unset="'cpu'")]
-    """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'. Several devices: model_kwargs={"device_map":
-    ...}."""
-    dtype: Annotated["str | torch.dtype", Option(default="auto")]
-    """'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's; float32 where this
-    processor computes bfloat16 slowly."""
-    weights: Annotated[Literal["auto", "packed", "unpacked", "int8"], Option(default="auto")]
-    """How a CPU keeps weights: 'packed' as in the GGUF file, 'unpacked', 'int8' for other
-    checkpoints, or 'auto' as memory allows."""
-    model_kwargs: Annotated[dict[str, Any], Option(default={})]
-    """Passed to from_pretrained of the model: revision, token, cache_dir, local_files_only and so
-    on."""
-    tokenizer_kwargs: Annotated[dict[str, Any], Option(default={})]
-    """Passed to from_pretrained of the tokenizer."""
+    model_name: Annotated[
+        str | Path,
+        Option(
+            description="A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'.",
+            default="", is_everyday=True,
+        ),
+    ]  # fmt: skip
+    tokenizer_name: Annotated[
+        str | None,
+        Option(
+            description="Hub id or folder of the tokenizer.", default=None,
+            unset="where the model is",
+        ),
+    ]  # fmt: skip
+    device_map: Annotated[
+        str | None,
+        Option(
+            description="'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'.",
+            more='Several devices: model_kwargs={"device_map": ...}.',
+            default="auto", unset="'cpu'",
+        ),
+    ]  # fmt: skip
+    dtype: Annotated[
+        "str | torch.dtype",
+        Option(
+            description="'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's.",
+            more="'auto' is float32 where this processor computes bfloat16 slowly.",
+            default="auto", check=check_dtype,
+        ),
+    ]  # fmt: skip
+    weights: Annotated[
+        Weights,
+        Option(
+            description="How a CPU keeps weights: 'packed' as in the GGUF file, 'unpacked', 'int8' "
+            "for other checkpoints, or 'auto' as memory allows.",
+            default="auto", check=among(*get_args(Weights)),
+        ),
+    ]  # fmt: skip
+    model_kwargs: Annotated[
+        dict[str, Any],
+        Option(
+            description="Passed to from_pretrained of the model: revision, token, cache_dir, "
+            "local_files_only and so on.",
+            default={},
+        ),
+    ]  # fmt: skip
+    tokenizer_kwargs: Annotated[
+        dict[str, Any],
+        Option(description="Passed to from_pretrained of the tokenizer.", default={}),
+    ]
 
 
 class StoreOptions(TypedDict, total=False):
     """Where chunk caches are kept, see `ChunkStore`."""
 
-    kv_dir: Annotated[str | Path | None, Option(default=None, unset="in memory")]
-    """Folder of the chunk caches."""
+    kv_dir: Annotated[
+        str | Path | None,
+        Option(description="Folder of the chunk caches.", default=None, unset="in memory"),
+    ]
     kv_remote: Annotated[
-        str | None, Option(default=None, unset="this machine alone has the caches")
-    ]
-    """Where machines share chunk caches, such as 's3://bucket/prefix'; kv_dir then holds what this
-    machine keeps of them."""
-    namespace: Annotated[str | None, Option(default=None, unset="the engine's, '' by default")]
-    """Owner of the chunk caches, such as a tenant: those of other namespaces are neither found nor
-    read."""
+        str | None,
+        Option(
+            description="Where machines share chunk caches, such as 's3://bucket/prefix'.",
+            more="kv_dir then holds what this machine keeps of them.",
+            default=None, unset="this machine alone has the caches",
+        ),
+    ]  # fmt: skip
+    namespace: Annotated[
+        str | None,
+        Option(
+            description="Owner of the chunk caches, such as a tenant.",
+            more="Those of other namespaces are neither found nor read.",
+            default=None, unset="the engine's, '' by default",
+        ),
+    ]  # fmt: skip
     max_bytes: Annotated[
-        int | str | None, Option(default=None, unset="the limit that was set before")
-    ]
-    """Most bytes of all chunk caches in kv_dir, a number or a size such as '20GB', for every
-    process from now on; the least recently used are evicted."""
+        int | str | None,
+        Option(
+            description="Most bytes of all chunk caches in kv_dir, a number or a size such as "
+            "'20GB', for every process from now on.",
+            more="The least recently used are evicted.",
+            default=None, unset="the limit that was set before", check=bytes_of,
+        ),
+    ]  # fmt: skip
 
 
-METHOD = Option(
-    default=None, unset="as tuned, else 'auto'", flag=False, check=partial(check_value, "method")
-)  # fmt: skip
-EVICTION = Option(
-    default=None, unset="the method's own", flag=False, check=partial(check_value, "eviction")
-)  # fmt: skip
+class EngineOptions(TypedDict, total=False):
+    """Options of an `Engine` beside its model and its store."""
 
-
-class CacheOptions(TypedDict, total=False):
-    """Options of an engine that decide what its chunk caches hold."""
-
+    method: Annotated[
+        "str | Method | None",
+        Option(
+            description="How prompts are answered: a name out of METHODS, or a Method.",
+            default=None, unset=repr(DEFAULT_METHOD), check=check_method,
+        ),
+    ]  # fmt: skip
+    eviction: Annotated[
+        "str | Eviction | None",
+        Option(
+            description="Which KV entries an answer attends to after its first token: a name out "
+            "of EVICTIONS, an Eviction, or 'none' for all.",
+            default=None, unset="the method's own", check=check_eviction,
+        ),
+    ]  # fmt: skip
     store_bits: Annotated[
         int | None,
         Option(
-            default=None, unset="as tuned, else 4", flag=False,
-            check=partial(check_value, "store_bits"),
+            description="Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype.",
+            default=None, unset=str(DEFAULT_STORE_BITS), check=among(*STORE_BITS),
         ),
     ]  # fmt: skip
-    """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
-
-
-class OwnEngineOptions(TypedDict, total=False):
-    """Options of an `Engine` beside its model, its store, and what its caches hold."""
-
-    method: Annotated["str | Method | None", METHOD]
-    """How prompts are answered: a name out of METHODS, or a Method."""
-    eviction: Annotated["str | Eviction | None", EVICTION]
-    """Which KV entries an answer attends to after its first token: a name out of EVICTIONS, an
-    Eviction, or 'none' for all."""
-    block_size: Annotated[int | Literal["auto"], Option(default="auto", in_llms=False, flag=False)]
-    """Tokens a block; 'auto' takes the size of the caches that the store holds for this model, else
-    one that suits the length of the first chunks."""
+    block_size: Annotated[
+        int | Literal["auto"],
+        Option(
+            description="Tokens of a block.",
+            more="'auto' takes the size of the caches that the store holds for this model, else "
+            "one that suits the length of the first chunks.",
+            default="auto", of_llms=False,
+        ),
+    ]  # fmt: skip
     prefix: Annotated[
-        "PrefixPolicy",
-        Option(default="auto", check=check_prefix, in_llms=False, flag=False),
-    ]
-    """What a chunk is prefilled after: 'documents' (BOS and two short made-up documents), 'bos' or
-    'none'; 'auto' is 'documents'. After 'bos' the chunk that stands first in a prompt is exact;
-    after documents all others are nearer to full prefill."""
+        PrefixPolicy,
+        Option(
+            description="What a chunk is prefilled after: 'documents' (BOS and two short made-up "
+            "documents), 'bos' or 'none'; 'auto' is 'documents'.",
+            more="After 'bos' the chunk that stands first in a prompt is exact; after documents "
+            "all others are nearer to full prefill.",
+            default="auto", check=among(*get_args(PrefixPolicy)), of_llms=False,
+        ),
+    ]  # fmt: skip
     prefix_text: Annotated[
         str,
         Option(
-            default="", allows=lambda text: isinstance(text, str), bounds="a string",
-            in_llms=False, flag=False,
+            description="Text in place of the documents, such as the system prompt that begins "
+            "every request: the first chunk after it is exact.",
+            default="", check=check_text, of_llms=False,
         ),
     ]  # fmt: skip
-    """Text in place of the documents, such as the system prompt that begins every request: the
-    first chunk after it is exact."""
     prefix_bytes: Annotated[
         int | str | None,
-        Option(default=None, unset="an eighth of the memory that is available"),
-    ]
-    """Memory for the KV entries of the latest prompts and answers, a number of bytes or a size such
-    as '2GB': a follow-up computes its new tokens only; 0 for none. A token takes 12 kB with a model
-    of 0.5 B parameters, and 131 kB with Llama 3.1 8B in 16 bits."""
+        Option(
+            description="Memory for the KV entries of the latest prompts and answers, a number of "
+            "bytes or a size such as '2GB'; 0 for none.",
+            more="A follow-up computes its new tokens only. A token takes 12 kB with a model of "
+            "0.5 B parameters, and 131 kB with Llama 3.1 8B in 16 bits.",
+            default=None, unset="an eighth of the memory that is available", check=check_size,
+            has_flag=True,
+        ),
+    ]  # fmt: skip
     hot_bytes: Annotated[
         int | str | None,
-        Option(default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free"),
+        Option(
+            description="Memory for chunk caches that were read and verified lately, a number of "
+            "bytes or a size such as '2GB'; 0 for none.",
+            more="The next question reads no file for them. On a GPU it is the GPU's memory, and "
+            "as much pinned memory of the host behind it. For stores on disk.",
+            default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free",
+            check=check_size, has_flag=True,
+        ),
+    ]  # fmt: skip
+
+
+SMALLEST = 1e-5
+"""The smallest number that logits may be divided by: none becomes infinite."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of sampling. None is allowed where it is the default."""
+
+    max_new_tokens: Annotated[
+        int,
+        Option(
+            description="Most tokens of the answer.", default=256, of_llms=False,
+            check=number("at least 1", lambda n: n >= 1, is_whole=True),
+        ),
+    ]  # fmt: skip
+    seed: Annotated[
+        int | None,
+        Option(
+            description="Makes sampling repeatable.", default=None,
+            check=number(
+                "a number of at most 64 bits", lambda n: -(2**63) <= n < 2**64, is_whole=True
+            ),
+        ),
+    ]  # fmt: skip
+    repetition_penalty: Annotated[
+        float | None,
+        Option(
+            description="Above 1 makes tokens of the prompt and the answer less likely.",
+            default=None, unset="the generation config's",
+            check=number(
+                f"{SMALLEST} or more (1 for none) and finite", lambda n: SMALLEST <= n < math.inf
+            ),
+        ),
+    ]  # fmt: skip
+    temperature: Annotated[
+        float,
+        Option(
+            description="0 takes the likeliest token; top_k, top_p and min_p then change nothing.",
+            default=0.0,
+            check=number(
+                f"0 (greedy), or {SMALLEST} or more and finite",
+                lambda n: n == 0 or SMALLEST <= n < math.inf,
+            ),
+        ),
+    ]  # fmt: skip
+    top_k: Annotated[
+        int,
+        Option(
+            description="How many of the likeliest tokens are sampled from; 0 for all.", default=0,
+            check=number("0 (all tokens) or more", lambda n: n >= 0, is_whole=True),
+        ),
+    ]  # fmt: skip
+    top_p: Annotated[
+        float,
+        Option(
+            description="Sample from the likeliest tokens that together have this probability.",
+            default=1.0, check=number("above 0 and at most 1", lambda n: 0 < n <= 1),
+        ),
+    ]  # fmt: skip
+    min_p: Annotated[
+        float,
+        Option(
+            description="Sample from tokens of at least this share of the likeliest one's "
+            "probability (arXiv 2407.01082).",
+            default=0.0, check=number("between 0 (all tokens) and 1", lambda n: 0 <= n <= 1),
+        ),
+    ]  # fmt: skip
+
+
+_OF_ENGINES = declared(EngineOptions)
+
+
+class AnswerOptions(SamplingOptions, total=False):
+    """Options of `Engine.generate` and `Engine.stream`."""
+
+    method: Annotated[
+        "str | Method | None", replace(_OF_ENGINES["method"][1], unset="the engine's")
     ]
-    """Memory for chunk caches that were read and verified lately, a number of bytes or a size such
-    as '2GB': the next question reads no file for them. On a GPU its memory, and as much pinned
-    memory of the host behind it. For stores on disk."""
-
-
-class EngineOptions(OwnEngineOptions, CacheOptions, total=False):
-    """Options of an `Engine` beside its model and its store."""
-
-
-class OwnAnswerOptions(TypedDict, total=False):
-    """Options of one answer, but for those of sampling."""
-
-    method: Annotated["str | Method | None", replace(METHOD, unset="the engine's")]
-    """How the prompt is answered: a name out of METHODS, or a Method."""
-    eviction: Annotated["str | Eviction | None", replace(EVICTION, unset="the engine's")]
-    """Which KV entries the answer attends to after its first token: a name out of EVICTIONS, an
-    Eviction, or 'none' for all."""
+    eviction: Annotated[
+        "str | Eviction | None", replace(_OF_ENGINES["eviction"][1], unset="the engine's")
+    ]
     context_window: Annotated[
         int | None,
         Option(
-            default=None, unset="the model's", in_llms=False, flag=False,
-            allows=lambda n: type(n) is int and n >= 1, bounds="a whole number of at least 1",
+            description="Most tokens of prompt and answer together.", default=None,
+            unset="the model's", of_llms=False,
+            check=number("a whole number of at least 1", lambda n: n >= 1, is_whole=True),
         ),
     ]  # fmt: skip
-    """Most tokens of prompt and answer together."""
-    stop: Annotated[Sequence[str], Option(default=(), check=check_stop, in_llms=False, flag=False)]
-    """Strings that end the answer and are no part of it."""
-    stop_ids: Annotated[Collection[int], Option(default=(), in_llms=False, flag=False)]
-    """Token ids that end the answer, beside the model's own."""
+    stop: Annotated[
+        Sequence[str],
+        Option(
+            description="Strings that end the answer and are no part of it.", default=(),
+            check=check_stop, of_llms=False,
+        ),
+    ]  # fmt: skip
+    stop_ids: Annotated[
+        Collection[int],
+        Option(
+            description="Token ids that end the answer, beside the model's own.", default=(),
+            of_llms=False,
+        ),
+    ]  # fmt: skip
     json_schema: Annotated[
         Mapping[str, Any] | None,
         Option(
-            default=None, unset="any text", in_llms=False, flag=False,
-            check=partial(check_value, "json_schema"),
+            description="A JSON schema that the answer conforms to.",
+            more="An answer that reaches max_new_tokens is cut, with finish_reason 'length'. Needs "
+            "the extra 'structured'.",
+            default=None, unset="any text", check=check_json_schema, of_llms=False,
         ),
     ]  # fmt: skip
-    """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with
-    finish_reason 'length'. Needs the extra 'structured'."""
-    timeout: Annotated[float | None, Option(default=None, unset="no limit", check=check_timeout)]
-    """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
-    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss)]
-    """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
-    only where that takes no longer than full prefill), 'text' (compute it with the rest of the
-    prompt, keep nothing) or 'error'."""
+    timeout: Annotated[
+        float | None,
+        Option(
+            description="Seconds, waiting included, after which an incomplete answer ends.",
+            more="It ends with TimedOut.", default=None, unset="no limit", check=check_timeout,
+            has_flag=True, is_everyday=True,
+        ),
+    ]  # fmt: skip
+    on_miss: Annotated[
+        OnMiss,
+        Option(
+            description="For a chunk without a usable cache: 'compute' (compute it as a chunk and "
+            "keep it), 'text' (compute it with the rest of the prompt, keep nothing) or 'error'.",
+            more="With 'auto' 'compute' does so only where that takes no longer than full prefill.",
+            default="compute", check=among(*get_args(OnMiss)), has_flag=True,
+        ),
+    ]  # fmt: skip
     draft: Annotated[
         int,
         Option(
-            default=7,
-            allows=lambda n: type(n) is int and n >= 0,
-            bounds="a whole number, 0 or more",
+            description="Most tokens that are drafted and checked at once; 0 drafts none.",
+            more="Drafts are copied from where the last tokens occurred before, in the prompt or "
+            "the answer (prompt lookup); they change the speed of an answer and nothing else.",
+            default=7, has_flag=True,
+            check=number("a whole number, 0 or more", lambda n: n >= 0, is_whole=True),
         ),
-    ]
-    """Most tokens that are drafted and checked at once; 0 drafts none. Drafts are copied from where
-    the last tokens occurred before, in the prompt or the answer (prompt lookup); they change the
-    speed of an answer and nothing else."""
+    ]  # fmt: skip
+
+
+# -- the options of one answer, checked --------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """`SamplingOptions`, checked and complete."""
+
+    max_new_tokens: int
+    seed: int | None
+    repetition_penalty: float | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @classmethod
+    def of(cls, **options: Unpack[SamplingOptions]) -> "Sampling":
+        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
+        return cls(**complete(SamplingOptions, options, "option of sampling"))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the likeliest one."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """`AnswerOptions`, checked as far as they can be without a model, and complete.
+
+    None is the engine's own.
+    """
+
+    sampling: Sampling
+    method: "Method | None"
+    eviction: "str | Eviction | None"
+    context_window: int | None
+    stop: Sequence[str]
+    stop_ids: Collection[int]
+    json_schema: Mapping[str, Any] | None
+    timeout: float | None
+    on_miss: OnMiss
+    draft: int
+
+    @classmethod
+    def of(cls, **options: Unpack[AnswerOptions]) -> "AnswerSettings":
+        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
+        given = complete(AnswerOptions, options, "option of an answer")
+        if given["json_schema"] is not None and given["stop"]:
+            raise InvalidOption(
+                Given("stop", given["stop"]), " with json_schema: a stop string could cut the "
+                "JSON, which ends by itself; leave out either",
+            )  # fmt: skip
+        if given["method"] is not None:
+            from samkv_integrations.methods import get_method
+
+            given["method"] = get_method(given["method"])
+        sampling = Sampling(**{name: given.pop(name) for name in declared(SamplingOptions)})
+        return cls(sampling=sampling, **given)
+
+    def window_of(self, model: "Model") -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.context_window or model.context_window, model.context_window)

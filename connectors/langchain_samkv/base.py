@@ -21,12 +21,12 @@ from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     LocalLLM,
+    check_length,
     checked_generate_kwargs,
     known_options,
 )
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.runtimes.transformers.eviction import Eviction
-from samkv_integrations.runtimes.transformers.sampling import check_option
 from samkv_integrations.serving.stream import AnswerStream
 
 _NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
@@ -237,6 +237,6 @@ def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
         if canonical in found:
             raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
         if canonical == "max_tokens" and isinstance(value, int):
-            check_option("max_new_tokens", value, name)  # here, where the given name is known
+            check_length(name, value)  # here, where the given name is known
         found[canonical] = value
     return found

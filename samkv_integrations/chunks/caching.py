@@ -24,10 +24,12 @@ from samkv_integrations.chunks.chunk import BlockScheme, ChunkCache, ChunkRef, F
 from samkv_integrations.errors import (
     CacheMiss,
     FingerprintMismatch,
+    Given,
     InvalidChunk,
     InvalidOption,
     StoreError,
 )
+from samkv_integrations.options import bytes_of
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
@@ -49,7 +51,6 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
 from samkv_integrations.store.base import MemoryChunk, Outage, Store, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.disk import ChunkStore
-from samkv_integrations.store.index import bytes_of
 from samkv_integrations.store.windows import MIN_RUN
 
 Depth = Literal["exists", "opens", "whole"]
@@ -153,8 +154,8 @@ def hot_budget(model: Model, hot_bytes: int | str | None) -> int:
     n_bytes = 0 if hot_bytes in (0, "0") else bytes_of("hot_bytes", hot_bytes)
     if n_bytes > most:
         raise InvalidOption(
-            f"hot_bytes={hot_bytes}, and {model.device} has {most} bytes; give less, or None for "
-            "the default"
+            Given("hot_bytes", hot_bytes),
+            f", and {model.device} has {most} bytes; give less, or None for the default",
         )
     return n_bytes
 
@@ -172,7 +173,7 @@ def prefix_budget(model: Model, prefix_bytes: int | str | None) -> int:
         try:
             return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)
         except InvalidOption as error:
-            raise InvalidOption(f"{error}; 0 keeps nothing") from None
+            raise InvalidOption(*error.args, "; 0 keeps nothing") from None
     if model.device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.mem_get_info(model.device)[0] // KEPT_SHARE
     return (available_bytes() or 2**31) // KEPT_SHARE

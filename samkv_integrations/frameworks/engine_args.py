@@ -12,19 +12,18 @@ from pydantic import ConfigDict, Field, PrivateAttr
 from pydantic.json_schema import SkipJsonSchema
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.frameworks.fields import (
     OWN_ENGINE_OPTIONS,
     Arguments,
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.options import EngineOptions, check_options
+from samkv_integrations.options import EngineOptions, bytes_of, check_options
 from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.store.base import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
-from samkv_integrations.store.index import bytes_of
 
 MADE_BY = {
     "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
@@ -134,8 +133,8 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
         is_unset = given in (None, value) or (name == "model_name" and not given)
         if not is_unset and (given != "auto" or name in facts):
             raise InvalidOption(
-                f"{name}={(str(given) if name == 'kv_dir' else given)!r}, but the model or engine "
-                f"that was given has {value!r}; leave out either"
+                Given(name, (str(given) if name == "kv_dir" else given)),
+                f", but the model or engine that was given has {value!r}; leave out either",
             )
 
 
@@ -144,8 +143,9 @@ def _require_no(*names: str, of: ModelSource) -> None:
     for name in names:
         if value := getattr(of, name):
             raise InvalidOption(
-                f"{name}={value!r} is for chunk caches in a folder, and these are kept in memory; "
-                "give kv_dir as well"
+                Given(name, value),
+                " is for chunk caches in a folder, and these are kept in memory; "
+                "give kv_dir as well",
             )
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.prompt.quoting import Chat
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.runtimes.transformers.model.model import Model
@@ -79,8 +79,9 @@ def form_of(model: Model) -> ToolForm:
     template = model.tool_template
     if template is None:
         raise InvalidOption(
-            f"tools=...: the chat template of {model.name!r} takes no tools; retrieve in the "
-            "chain, or use a model whose template does"
+            Given("tools", ...),
+            f": the chat template of {model.name!r} takes no tools; retrieve in the "
+            "chain, or use a model whose template does",
         )
     if _OPEN in template and "<function=" not in template and "<arg_key>" not in template:
         return ToolForm("arguments", tagged=True)  # Hermes, Qwen2.5, Qwen3
@@ -89,9 +90,10 @@ def form_of(model: Model) -> ToolForm:
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return ToolForm("arguments", tagged=False)  # Mistral
     raise InvalidOption(
-        f"tools=...: the chat template of {model.name!r} takes tools, but writes calls in an "
+        Given("tools", ...),
+        f": the chat template of {model.name!r} takes tools, but writes calls in an "
         "unsupported format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral "
-        "([TOOL_CALLS])"
+        "([TOOL_CALLS])",
     )
 
 
@@ -128,8 +130,8 @@ class ToolUse:
             names = tuple(str(tool["function"]["name"]) for tool in tools)
         except (TypeError, KeyError) as error:
             raise InvalidOption(
-                f"tools={tools!r:.80}; give a list of tools, each a mapping with 'function', which "
-                "has a 'name'"
+                Given("tools", tools),
+                "; give a list of tools, each a mapping with 'function', which has a 'name'",
             ) from error
         if isinstance(choice, Mapping):
             function = choice.get("function", choice)
@@ -142,8 +144,8 @@ class ToolUse:
             forced = (str(choice),)
         else:
             raise InvalidOption(
-                f"tool_choice={choice!r:.80}; allowed: none, auto, any, required, or one of "
-                f"{', '.join(names):.200}"
+                Given("tool_choice", choice),
+                f"; allowed: none, auto, any, required, or one of {', '.join(names):.200}",
             )
         return cls(tuple(tools), form_of(model), forced)
 
@@ -355,7 +357,7 @@ def arguments_of(given: object) -> dict[str, Any]:
     """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
     found = _json(given or "{}") if isinstance(given, str) else given
     if not isinstance(found, dict):
-        raise InvalidOption(f"arguments={given!r:.80} of a call; they must be an object")
+        raise InvalidOption(Given("arguments", given), " of a call; they must be an object")
     return found
 
 

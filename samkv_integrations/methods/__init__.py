@@ -39,8 +39,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 """Name -> method, in the order of the tables in the docs."""
 
-DEFAULT_METHOD = "auto"
-
 
 def get_method(name: str | Method) -> Method:
     """The method called ``name``; a `Method` is returned as it is. Raises UnknownOption."""

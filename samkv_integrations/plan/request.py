@@ -3,83 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.chunks.caching import Chunks
-from samkv_integrations.errors import InvalidOption, UnknownOption, UnsupportedModel
-from samkv_integrations.methods import Method, get_method
-from samkv_integrations.options import OwnAnswerOptions, check_options
+from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.methods import Method
+from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequence, KeptSequences, Match, Wanted
 from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.prompt.resolve import OnMiss, Resolved
+from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.report import Report, Stage
 from samkv_integrations.runtimes.transformers.eviction import Eviction
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes.blend import Watch
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries, WorkingCache
-from samkv_integrations.runtimes.transformers.sampling import (
-    OPTIONS,
-    JsonConstraint,
-    Sampling,
-    SamplingOptions,
-)
+from samkv_integrations.runtimes.transformers.sampling import JsonConstraint
 
-
-class AnswerOptions(SamplingOptions, OwnAnswerOptions, total=False):
-    """Options of `Engine.generate` and `Engine.stream`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerSettings:
-    """`AnswerOptions`, checked as far as they can be without a model. None is the engine's own."""
-
-    sampling: Sampling
-    method: Method | None = None
-    eviction: str | Eviction | None = None
-    context_window: int | None = None
-    stop: Sequence[str] = ()
-    stop_ids: Collection[int] = ()
-    json_schema: Mapping[str, Any] | None = None
-    timeout: float | None = None
-    on_miss: OnMiss = "compute"
-    draft: int = 7
-
-    @classmethod
-    def of(cls, **options: Unpack[AnswerOptions]) -> AnswerSettings:
-        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
-        given: dict[str, Any] = {}
-        sampling: dict[str, Any] = {}
-        for name, value in options.items():
-            if name not in AnswerOptions.__annotations__:
-                raise UnknownOption.among(
-                    "option of an answer", name, AnswerOptions.__annotations__
-                )
-            (sampling if name in OPTIONS else given)[name] = value
-        check_options(OwnAnswerOptions, given)
-        if given.get("json_schema") is not None and given.get("stop"):
-            raise InvalidOption(
-                f"stop={given['stop']!r} with json_schema: a stop string could cut the JSON, which "
-                "ends by itself; leave out either"
-            )
-        if given.get("method") is not None:
-            given["method"] = get_method(given["method"])
-        return cls(sampling=Sampling(**sampling), **given)
-
-    def window_of(self, model: Model) -> int:
-        """Most tokens of prompt and answer together."""
-        return min(self.context_window or model.context_window, model.context_window)
-
-
-AS_TEXT = AnswerSettings(sampling=Sampling(), on_miss="text")
+AS_TEXT = AnswerSettings.of(on_miss="text")
 """For prompts that are looked at, and computed without keeping anything."""
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
 
 from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
+from samkv_integrations.options import OnMiss
 from samkv_integrations.prompt.layout import PromptChunk
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.store.base import Outage, Store, StoredChunk
@@ -17,8 +17,6 @@ from samkv_integrations.store.base import Outage, Store, StoredChunk
 MAX_HELD = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each
 read, so that prompts with many chunks, and many waiting prompts, do not run out of file handles."""
-
-OnMiss = Literal["text", "compute", "error"]
 
 
 @dataclass(kw_only=True)

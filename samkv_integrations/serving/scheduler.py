@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption, OutOfMemory, Overloaded
+from samkv_integrations.errors import Given, InvalidOption, OutOfMemory, Overloaded
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.kept_sequences import KeptSequence
 from samkv_integrations.plan.request import Request
@@ -33,7 +33,6 @@ from samkv_integrations.runtimes.transformers.passes.decode import Decoder, Text
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.sampling import Sampler
 from samkv_integrations.serving.draft import MOST_ROWS, PromptLookup, RowCosts
-from samkv_integrations.serving.static_step import Graphs
 
 _Made = TypeVar("_Made")
 
@@ -316,8 +315,9 @@ class Limits:
             if type(value) is int and value >= least or (value is None and may_be_none):
                 continue
             raise InvalidOption(
-                f"{name}={value!r}; it must be a whole number of at least {least}"
-                f"{', or None' if may_be_none else ''}"
+                Given(name, value),
+                f"; it must be a whole number of at least {least}"
+                f"{', or None' if may_be_none else ''}",
             )
 
 
@@ -348,14 +348,11 @@ class Scheduler:
 
     The thread starts with the first work, and ends with the scheduler. Thread-safe, and usable
     after a fork that happened while no other thread used it.
-
-    graphs: decodes with CUDA graphs; None, the default, for none.
     """
 
     def __init__(self, model: Model, limits: Limits | None = None) -> None:
         self.model = model
         self.limits = limits or Limits()
-        self.graphs: Graphs | None = None
         self._starting = threading.Lock()
         self._thread: _Thread | None = None
 
@@ -365,7 +362,7 @@ class Scheduler:
         if given is None:
             return cls(model)
         if not isinstance(given, Scheduler):
-            raise InvalidOption(f"scheduler={given!r}; it must be Scheduler(model), or None")
+            raise InvalidOption(Given("scheduler", given), "; it must be Scheduler(model), or None")
         if given.model is not model:
             raise InvalidOption(
                 f"scheduler runs another model, {given.model.name!r}; give Scheduler(model) of the "
@@ -442,7 +439,6 @@ class Scheduler:
                 self._thread = _Thread(self.limits)
                 weakref.finalize(self, self._thread.stop)
             self._thread.n_torch_threads = torch.get_num_threads()
-            self._thread.graphs = self.graphs
             return self._thread
 
 
@@ -488,7 +484,6 @@ class _Thread:
         self.n_waiting = Counter[str]()
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
-        self.graphs: Graphs | None = None
         self._queue: deque[RunningAnswer | _Work] = deque()
         # start-time fair queueing (Goyal, Vin and Cheng, 1996), in seconds of the model's time
         self._clock = 0.0
@@ -722,7 +717,7 @@ class _Thread:
                 decoders.append(answer.decoder)
                 tokens.append([answer.token, *drafted])
             began = time.perf_counter()
-            logits = (decode if self.graphs is None else self.graphs.decode)(decoders, tokens)
+            logits = decode(decoders, tokens)
         except torch.OutOfMemoryError:
             return False
         except BaseException as error:

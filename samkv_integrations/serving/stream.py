@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
-from samkv_integrations.errors import TimedOut
+from samkv_integrations.errors import Given, TimedOut
 from samkv_integrations.plan.request import Request
 from samkv_integrations.report import COLLECTORS, Report
 from samkv_integrations.serving.scheduler import (
@@ -133,8 +133,9 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, NothingCame):
             error = TimedOut(
-                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
-                "many seconds; give more, or ask for fewer tokens"
+                Given("timeout", self._request.settings.timeout),
+                ": the answer was not complete after that "
+                "many seconds; give more, or ask for fewer tokens",
             )
             error.__suppress_context__ = True
         if not self._is_over:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from samkv_integrations.cli import formatting
-from samkv_integrations.plan.request import AnswerSettings
+from samkv_integrations.options import AnswerSettings
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report, Stage
@@ -130,7 +130,7 @@ class Trace:
             return
         self._caller = self._telemetry.context.get_current()
         is_text = isinstance(prompt, str | RenderedPrompt)
-        operation, values = "text_completion" if is_text else "chat", settings.sampling.values
+        operation, sampling = "text_completion" if is_text else "chat", settings.sampling
         self._name = f"{operation} {model}"
         self._labels: Attributes = {
             "gen_ai.operation.name": operation,
@@ -138,13 +138,13 @@ class Trace:
             "gen_ai.request.model": model,
         }
         self._options: Attributes = {
-            "gen_ai.request.max_tokens": values["max_new_tokens"],
+            "gen_ai.request.max_tokens": sampling.max_new_tokens,
             "gen_ai.output.type": "text" if settings.json_schema is None else "json",
         }
-        of_sampling = () if settings.sampling.is_greedy else ("top_k", "top_p")
+        of_sampling = () if sampling.is_greedy else ("top_k", "top_p")
         for name in ("temperature", "seed", *of_sampling):
-            if values[name] is not None:
-                self._options[f"gen_ai.request.{name}"] = values[name]
+            if (value := getattr(sampling, name)) is not None:
+                self._options[f"gen_ai.request.{name}"] = value
 
     def end(
         self,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+from samkv_integrations.errors import CacheMiss, Given, InvalidOption, StoreError
+from samkv_integrations.options import bytes_of
 from samkv_integrations.store.base import Store, StoredChunk
 from samkv_integrations.store.chunk_file import ChunkFile, encode
 from samkv_integrations.store.folder import (
@@ -20,7 +21,7 @@ from samkv_integrations.store.folder import (
     write_file,
     write_new,
 )  # fmt: skip
-from samkv_integrations.store.index import Entry, bytes_of
+from samkv_integrations.store.index import Entry
 from samkv_integrations.store.tier import SharedTier, objects_outside
 from samkv_integrations.store.windows import ChunkIndex
 
@@ -211,7 +212,7 @@ class ChunkStore(Store):
 def _quotas(quota: object) -> dict[str, int]:
     """Bytes by namespace; None is no limit. Raises InvalidOption for what is no such mapping."""
     if quota is not None and not isinstance(quota, Mapping):
-        raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
+        raise InvalidOption(Given("quota", quota), "; it must be a mapping of namespaces to bytes")
     return {
         check_namespace(name): bytes_of(name, size)
         for name, size in (quota or {}).items()

@@ -22,8 +22,9 @@ import torch
 from samkv_integrations import Engine
 from samkv_integrations.errors import Overloaded, TimedOut
 from samkv_integrations.methods import METHODS
+from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.first_token import first_token
-from samkv_integrations.plan.request import AnswerSettings, FirstToken, Request
+from samkv_integrations.plan.request import FirstToken, Request
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode

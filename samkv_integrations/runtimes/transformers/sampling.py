@@ -1,4 +1,4 @@
-"""How the next token is chosen: sampling options, and answers that keep to a JSON schema.
+"""How the next token is chosen: draws with sampling options, and answers that keep to a schema.
 
 llguidance rules out the tokens that would break the schema.
 """
@@ -14,15 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache
 from hashlib import sha256
 from threading import BoundedSemaphore
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,129 +35,17 @@ from transformers.generation.logits_process import (
 )
 
 from samkv_integrations.errors import (
+    Given,
     InvalidOption,
     MissingExtra,
     Overloaded,
     TimedOut,
-    UnknownOption,
-    shown,
 )
-from samkv_integrations.option import Option, declared
+from samkv_integrations.options import Sampling
 from samkv_integrations.runtimes.transformers.model.model import Model
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
-
-SMALLEST = 1e-5
-"""The smallest number that logits may be divided by: none becomes infinite."""
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Options of sampling, of `Engine.generate`. None is allowed where it is the default."""
-
-    max_new_tokens: Annotated[
-        int, Option(default=256, allows=lambda n: n >= 1, bounds="at least 1")
-    ]
-    """Most tokens of the answer."""
-    seed: Annotated[
-        int | None,
-        Option(
-            default=None,
-            allows=lambda n: -(2**63) <= n < 2**64, bounds="a number of at most 64 bits",
-        ),
-    ]  # fmt: skip
-    """Makes sampling repeatable."""
-    repetition_penalty: Annotated[
-        float | None,
-        Option(
-            default=None, unset="the generation config's",
-            allows=lambda penalty: SMALLEST <= penalty < math.inf,
-            bounds=f"{SMALLEST} or more (1 for none) and finite",
-        ),
-    ]  # fmt: skip
-    """Above 1 makes tokens of the prompt and the answer less likely."""
-    temperature: Annotated[
-        float,
-        Option(
-            default=0.0, allows=lambda t: t == 0 or SMALLEST <= t < math.inf,
-            bounds=f"0 (greedy), or {SMALLEST} or more and finite",
-        ),
-    ]  # fmt: skip
-    """0 takes the likeliest token; top_k, top_p and min_p then change nothing."""
-    top_k: Annotated[
-        int, Option(default=0, allows=lambda k: k >= 0, bounds="0 (all tokens) or more")
-    ]
-    """How many of the likeliest tokens are sampled from; 0 for all."""
-    top_p: Annotated[
-        float, Option(default=1.0, allows=lambda p: 0 < p <= 1, bounds="above 0 and at most 1")
-    ]
-    """Sample from the likeliest tokens that together have this probability."""
-    min_p: Annotated[
-        float,
-        Option(default=0.0, allows=lambda p: 0 <= p <= 1, bounds="between 0 (all tokens) and 1"),
-    ]
-    """Sample from tokens of at least this share of the likeliest one's probability (arXiv
-    2407.01082)."""
-
-
-DECLARED = declared(SamplingOptions)
-OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in DECLARED.items()})
-"""The options of sampling by name."""
-
-
-def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN401
-    """The value of an option as `Sampling` has it. called: what its giver calls the option.
-
-    Raises InvalidOption if it is no number of the right kind, or out of range.
-    """
-    option, called = OPTIONS[name], called or name
-    if value is None and option.default is None:
-        return None
-    hint = DECLARED[name][0]
-    is_whole = int in (get_args(hint) or (hint,))
-    if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-        kind = "a whole number" if is_whole else "a number"
-        raise InvalidOption(f"{called}={shown(value)}; it must be {kind}")
-    if option.allows and not option.allows(value):  # false for a NaN too
-        raise InvalidOption(f"{called}={shown(value)}; it must be {option.bounds}")
-    return value if is_whole else float(value)
-
-
-_WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
-    "temperature": TemperatureLogitsWarper,
-    "top_k": TopKLogitsWarper,
-    "top_p": TopPLogitsWarper,
-    "min_p": MinPLogitsWarper,
-}
-"""What transformers changes the logits of a draw with, in this order."""
-
-
-@dataclass(frozen=True, init=False)
-class Sampling:
-    """Options that were given, checked, and the defaults of all others.
-
-    Raises:
-        UnknownOption: there is no such option.
-        InvalidOption: a value is no number of the right kind, or out of range.
-    """
-
-    items: tuple[tuple[str, float | int | None], ...]
-    values: Mapping[str, float | int | None] = field(compare=False, repr=False)
-    max_new_tokens: int = field(compare=False, repr=False)
-    is_greedy: bool = field(compare=False, repr=False)
-
-    def __init__(self, **given: Unpack[SamplingOptions]) -> None:
-        options: Mapping[str, Any] = given
-        for name in options.keys() - OPTIONS.keys():
-            raise UnknownOption.among("option of sampling", name, OPTIONS)
-        values = {
-            name: check_option(name, options.get(name, option.default))
-            for name, option in OPTIONS.items()
-        }
-        vars(self).update(  # as frozen fields are set
-            items=tuple(values.items()), values=values, max_new_tokens=values["max_new_tokens"],
-            is_greedy=values["temperature"] == 0,
-        )  # fmt: skip
 
 
 class Sampler:
@@ -178,19 +64,16 @@ class Sampler:
         self._ids = torch.tensor([list(prompt_ids)], device=model.device)
         self._greedy = sampling.is_greedy
         self._warpers = LogitsProcessorList([] if constraint is None else [constraint])
-        penalty: Any = sampling.values["repetition_penalty"]
+        penalty = sampling.repetition_penalty
         if penalty is None:
             penalty = getattr(model.hf.generation_config, "repetition_penalty", None)
         if penalty not in (None, 1):
             self._warpers.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
         if not self._greedy:
-            for name, warper in _WARPERS.items():
-                if (value := sampling.values[name]) != OPTIONS[name].default:
-                    self._warpers.append(warper(value))
+            self._warpers.extend(_warpers_of(sampling))
             # `torch.Generator.seed` would open /dev/urandom, which fails a process that has too
             # many files open.
-            seed = sampling.values["seed"]
-            drawn = secrets.randbits(64) if seed is None else int(seed)
+            drawn = secrets.randbits(64) if sampling.seed is None else sampling.seed
             self._generator = torch.Generator(device=model.device).manual_seed(drawn)
 
     def next(self, logits: Tensor) -> int:
@@ -215,6 +98,17 @@ class Sampler:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         self._ids = torch.cat((self._ids, token), dim=1)
         return int(token)
+
+
+def _warpers_of(sampling: Sampling) -> Iterator[LogitsProcessor]:
+    """What transformers changes the logits of a draw with, in this order."""
+    yield TemperatureLogitsWarper(float(sampling.temperature))
+    if sampling.top_k != 0:
+        yield TopKLogitsWarper(sampling.top_k)
+    if sampling.top_p != 1:
+        yield TopPLogitsWarper(sampling.top_p)
+    if sampling.min_p != 0:
+        yield MinPLogitsWarper(sampling.min_p)
 
 
 # -- JSON schemas -----------------------------------------------------------------------------
@@ -282,8 +176,9 @@ def check_json_schema(schema: object) -> None:
         written = ""
     if not written:
         raise InvalidOption(
-            f"json_schema={reprlib.repr(schema)}; it must be a JSON schema as a dict, such as "
-            "{'type': 'object'} or what model_json_schema() of a pydantic class returns"
+            Given("json_schema", schema),
+            "; it must be a JSON schema as a dict, such as "
+            "{'type': 'object'} or what model_json_schema() of a pydantic class returns",
         )
     if len(written) > MAX_SCHEMA_LENGTH:
         raise InvalidOption(

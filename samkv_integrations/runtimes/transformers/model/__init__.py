@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from samkv_integrations.options import Sampling
 from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.model.model import Model
-from samkv_integrations.runtimes.transformers.sampling import Sampling
 
 __all__ = ["Model", "Sampling", "load_model", "load_tokenizer"]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from samkv_integrations.errors import InvalidOption, UnsupportedModel
+from samkv_integrations.errors import Given, InvalidOption, UnsupportedModel
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.runtimes.transformers.model.attention import (
     Attend,
@@ -283,7 +283,7 @@ class Model:
     def end_ids(self, more: Iterable[int]) -> frozenset[int]:
         """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is no token."""
         if isinstance(more, str) or not isinstance(more, Iterable):
-            raise InvalidOption(f"stop_ids={more!r}; it must be a list of token ids")
+            raise InvalidOption(Given("stop_ids", more), "; it must be a list of token ids")
         ids, size = list(more), self.config.vocab_size
         for found in ids:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samkv_integrations.options import Sampling
 from samkv_integrations.plan.first_token import first_token
 from samkv_integrations.plan.request import FirstToken, Request
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes.working_cache import WorkingCache
-from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
+from samkv_integrations.runtimes.transformers.sampling import Sampler
 
 
 @dataclass(eq=False)
@@ -129,7 +130,7 @@ def decode_greedily(model: Model, begun: FirstToken, most_tokens: int) -> tuple[
     include the repetition penalty of the model's generation config, if it has one. To be called in
     the model's thread; the request needs room for the tokens.
     """
-    sampler = Sampler(model, begun.layout.token_ids.tolist(), Sampling())
+    sampler = Sampler(model, begun.layout.token_ids.tolist(), Sampling.of())
     decoder = Decoder(model, begun.cache, begun.layout.n_tokens)
     end_ids = model.end_ids(())
     tokens = [sampler.next(begun.logits)]

@@ -6,13 +6,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.options import PrefixPolicy
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     chunk_statistics,
     layer_statistics,
@@ -20,8 +21,6 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
 from samkv_integrations.runtimes.transformers.model.model import Model
-
-PrefixPolicy = Literal["auto", "documents", "bos", "none"]
 
 DOCUMENTS_BEFORE = (
     "[Lake Varen]\nLake Varen is a lake in the north of the country. It is about twelve kilometres "
