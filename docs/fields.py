@@ -2,7 +2,7 @@
 
 A docstring of ours describes its fields or arguments in lines such as ``keys, values: (T, G, D)``,
 continued below with an indent. Markdown would join those lines. Options describe themselves, see
-`samkv_integrations.option.Option`.
+`samkv_integrations.options.Option`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import griffe
 
 from samkv_integrations import options
-from samkv_integrations.option import Declared, declared
-from samkv_integrations.runtimes.transformers.sampling import DECLARED
+from samkv_integrations.option import declared
 
 FIELD = re.compile(r"((?:[a-z]\w*)(?:, [a-z]\w*)*): (?=\S)")
 SECTION = re.compile(r"[A-Z][a-z]+:$")
@@ -33,15 +32,12 @@ class Fields(griffe.Extension):
 def table_of(path: str) -> str:
     """The table of the options that the class at ``path`` declares; empty for other objects."""
     module, _, name = path.rpartition(".")
-    if path == "samkv_integrations.runtimes.transformers.sampling.SamplingOptions":
-        found: Declared = DECLARED
-    elif module == options.__name__ and name.endswith("Options"):
-        found = declared(getattr(options, name))
-    else:
+    if module != options.__name__ or not name.endswith("Options"):
         return ""
+    found = declared(getattr(options, name))
     lines = ["", "", "| option | default | |", "| --- | --- | --- |"]
     for called, (_, option) in found.items():
-        lines.append(f"| `{called}` | `{option.default!r}` | {option.sentence} |")
+        lines.append(f"| `{called}` | `{option.default!r}` | {option.text} |")
     return "\n".join(lines)
 
 

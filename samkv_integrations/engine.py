@@ -14,16 +14,8 @@ from samkv_integrations.chunks.caching import Chunks, RecentKeys, prefix_budget
 from samkv_integrations.chunks.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.options import (
-    DEFAULT_METHOD,
-    DEFAULT_STORE_BITS,
-    AnswerOptions,
-    AnswerSettings,
-    EngineOptions,
-    OnMiss,
-    check_options,
-    complete,
-)
+from samkv_integrations.option import DEFAULT_STORE_BITS, OnMiss, check_options, complete
+from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.plan.costs import CostModel, keep_costs, kept_costs, measure
 from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.plan.request import AS_TEXT, Request

@@ -88,8 +88,9 @@ class ChunkNotCached(SamkvError, LookupError):
         """An error about ``what``; remedy: what makes a cache of it again."""
         reason = f" ({why})" if why else ""
         return cls(
-            f"{what} has no usable cache{reason}; {remedy}, or use on_miss='text' or 'compute'"
-        )
+            f"{what} has no usable cache{reason}; {remedy}, or use ", Given("on_miss", "text"),
+            " or 'compute'",
+        )  # fmt: skip
 
 
 class StoreError(SamkvError):

@@ -12,7 +12,7 @@ from pydantic import Field
 from samkv_integrations.chunks.chunk import normalise
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.engine_args import WithEngine
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.handles import is_handle
 from samkv_integrations.serving.stream import twin
 

@@ -45,7 +45,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.lab.evaluation import f1_words
 from samkv_integrations.methods import get_method
-from samkv_integrations.options import PrefixPolicy
+from samkv_integrations.option import PrefixPolicy
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.runtimes.transformers.model.loading import load_model
 from samkv_integrations.runtimes.transformers.model.model import Model

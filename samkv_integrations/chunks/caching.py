@@ -29,7 +29,7 @@ from samkv_integrations.errors import (
     InvalidOption,
     StoreError,
 )
-from samkv_integrations.options import bytes_of
+from samkv_integrations.option import bytes_of
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (

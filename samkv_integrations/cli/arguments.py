@@ -18,9 +18,10 @@ from typing import Annotated, Any, ForwardRef, get_type_hints, is_typeddict
 import typer
 import typer.core
 
-from samkv_integrations import options
+from samkv_integrations import option
 from samkv_integrations.errors import Given, SamkvError, shown
-from samkv_integrations.options import ModelOptions, declared
+from samkv_integrations.option import declared
+from samkv_integrations.options import ModelOptions
 
 FURTHER = "Model, caches and engine"
 """The group of flags that few questions need."""
@@ -135,7 +136,7 @@ def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa
 ModelName = Annotated[str, flag(ModelOptions, "model_name", "--model")]
 Device = Annotated[str, flag(ModelOptions, "device_map", "--device")]
 Dtype = Annotated[str, flag(ModelOptions, "dtype")]
-Weights = Annotated[options.Weights, flag(ModelOptions, "weights")]
+Weights = Annotated[option.Weights, flag(ModelOptions, "weights")]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
     Path,

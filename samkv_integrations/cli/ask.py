@@ -14,7 +14,8 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import Row, percent, visible
 from samkv_integrations.cli.loading import Answering, Asking, Index, words
 from samkv_integrations.errors import Given, InvalidOption
-from samkv_integrations.options import AnswerOptions, EngineOptions, check_options
+from samkv_integrations.option import check_options
+from samkv_integrations.options import AnswerOptions, EngineOptions
 
 if TYPE_CHECKING:
     from rich.console import Console

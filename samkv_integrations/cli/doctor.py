@@ -10,7 +10,8 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.loading import require_model, use_threads_for
-from samkv_integrations.options import ModelOptions, check_options
+from samkv_integrations.option import check_options
+from samkv_integrations.options import ModelOptions
 
 CHECK_FAILED = 1
 """Exit code if a model is not computed exactly."""

@@ -22,7 +22,8 @@ from samkv_integrations.cli.formatting import count
 from samkv_integrations.cli.loading import Collections, Index, Ingested, remember, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.ingest.documents import SUFFIXES, read_document
-from samkv_integrations.options import StoreOptions, check_options
+from samkv_integrations.option import check_options
+from samkv_integrations.options import StoreOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.link import ChromaLink

@@ -13,12 +13,8 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.errors import EmptyInput, Given, InvalidOption, ModelNotFound, UnknownOption
-from samkv_integrations.options import (
-    DEFAULT_METHOD,
-    EngineOptions,
-    ModelOptions,
-    check_options,
-)
+from samkv_integrations.option import check_options
+from samkv_integrations.options import DEFAULT_METHOD, EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.client import Database
@@ -107,7 +103,7 @@ class Answering:
             UnknownOption: the eviction does not exist.
             InvalidOption: the budget is out of range, or there is no eviction.
         """
-        if self.eviction is self.eviction_budget is None:
+        if self.eviction is None and self.eviction_budget is None:
             return None  # without a slow import
 
         from samkv_integrations.runtimes.transformers.eviction import get_eviction, with_budget

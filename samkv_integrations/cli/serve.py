@@ -12,12 +12,8 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import Answering, Index, use_threads_for
 from samkv_integrations.errors import InvalidOption, MissingExtra
-from samkv_integrations.options import (
-    AnswerOptions,
-    EngineOptions,
-    bytes_of,
-    check_options,
-)
+from samkv_integrations.option import bytes_of, check_options
+from samkv_integrations.options import AnswerOptions, EngineOptions
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 

@@ -13,7 +13,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import Row, count, size
 from samkv_integrations.cli.loading import Caches, Index
 from samkv_integrations.errors import EmptyInput
-from samkv_integrations.options import bytes_of
+from samkv_integrations.option import bytes_of
 
 DAMAGE_LEFT = SOME_LEFT = 1
 """Exit code if damaged caches remain, or if caches could not be copied."""

@@ -19,7 +19,8 @@ from samkv_integrations.frameworks.fields import (
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.options import EngineOptions, bytes_of, check_options
+from samkv_integrations.option import bytes_of, check_options
+from samkv_integrations.options import EngineOptions
 from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.store.base import MemoryStore

@@ -26,13 +26,8 @@ from samkv_integrations.frameworks.fields import (
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.options import (
-    AnswerOptions,
-    AnswerSettings,
-    EngineOptions,
-    check_options,
-    declared,
-)
+from samkv_integrations.option import check_options, declared
+from samkv_integrations.options import AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.report import Report
 

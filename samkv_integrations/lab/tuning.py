@@ -138,7 +138,7 @@ def with_documents(
             found.append(ready)
     if len(found) < LEAST_QUESTIONS:
         raise EmptyInput(
-            f"{len(found)} of {len(asked)} questions can be asked, and {LEAST_QUESTIONS} "
+            f"of {len(asked)} questions {len(found)} can be asked, and {LEAST_QUESTIONS} "
             f"are needed: {too_long} too long for the context window, {uncached} with chunks "
             "without a cache; give more questions, retrieve fewer chunks with --top-k, or run "
             "'samkv store sync'"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from samkv_integrations.chunks.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.layout import PromptChunk
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.store.base import Outage, Store, StoredChunk

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.frameworks.fields import AnswerFields, SamplingFields
 from samkv_integrations.frameworks.tool_calls import ToolCall, arguments_of, turn_of
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.report import Report
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
@@ -226,7 +226,9 @@ class ResponseFormat(Body):
         if self.type == "json_object":
             return {"type": "object"}
         if self.json_schema is None:
-            raise InvalidOption("response_format=json_schema without json_schema; give it")
+            raise InvalidOption(
+                Given("response_format", "json_schema"), " without json_schema; give it"
+            )
         return self.json_schema.schema_
 
 

@@ -25,7 +25,7 @@ from samkv_integrations.chunks.chunk import (
     chunk_key,
     normalise,
 )
-from samkv_integrations.errors import CacheMiss, FingerprintMismatch, StoreError
+from samkv_integrations.errors import CacheMiss, FingerprintMismatch, Given, StoreError
 from samkv_integrations.store.index import EVICTED, Entry, Index, IndexedChunks, Place
 from samkv_integrations.store.windows import ChunkIndex
 
@@ -410,17 +410,18 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
-    options = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
+    options: list[object] = [
+        Given(name, there[name]) for name in ("dtype", "store_bits") if name in there
+    ]
     if "weights" in there and closest.model != wanted.model:
         options.insert(0, f"the model {closest.model!r} (--model of a command)")
     elif "prefix" in there:
         options.append("the prefix= and prefix_text= of the engine that filled it")
-    next_step = "ingest again"
-    if options:
-        next_step += f", or give {' and '.join(options)}"
+    instead = [part for option in options for part in (" and ", option)][1:]
     return FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
-        f"{closest.model!r}: {fields}; next step: {next_step}"
+        f"{closest.model!r}: {fields}; next step: ingest again",
+        *([", or give ", *instead] if instead else ()),
     )
 
 

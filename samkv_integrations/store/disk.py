@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from samkv_integrations.chunks.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
 from samkv_integrations.errors import CacheMiss, Given, InvalidOption, StoreError
-from samkv_integrations.options import bytes_of
+from samkv_integrations.option import bytes_of
 from samkv_integrations.store.base import Store, StoredChunk
 from samkv_integrations.store.chunk_file import ChunkFile, encode
 from samkv_integrations.store.folder import (

@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 
 from samkv_integrations.chunks.chunk import ChunkCache
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
-from samkv_integrations.lab.tuned import read_tuned
 from samkv_integrations.store.base import MemoryStore, Store
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.upkeep import gc, verify
@@ -384,7 +383,7 @@ def test_what_lies_in_the_place_of_a_cache_goes(
 
 
 @pytest.mark.parametrize("obstacle", ["pipe", "device", "large file"])
-@pytest.mark.parametrize("name", ["store.json", "secret", "samkv.toml", "costs.json"])
+@pytest.mark.parametrize("name", ["store.json", "secret", "costs.json"])
 def test_what_lies_in_the_place_of_a_small_file_is_not_read(
     store: ChunkStore, folder: Path, name: str, obstacle: str
 ) -> None:
@@ -401,9 +400,6 @@ def test_what_lies_in_the_place_of_a_small_file_is_not_read(
     match name:
         case "costs.json":
             assert store.note("costs") is None
-        case "samkv.toml":
-            with pytest.raises(InvalidOption, match=r"samkv\.toml is (no regular|larger)"):
-                read_tuned(folder)
         case _:
             with pytest.raises(StoreError, match=f"{name} is (no regular file|larger than 1 MiB)"):
                 ChunkStore(folder)

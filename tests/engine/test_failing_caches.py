@@ -19,7 +19,7 @@ from samkv_integrations.errors import (
     InvalidOption,
     StoreError,
 )
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.runtimes.transformers.model.model import Model
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
 from samkv_integrations.store.base import MemoryChunk

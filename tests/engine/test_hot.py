@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption, OutOfMemory
-from samkv_integrations.options import STORE_BITS
+from samkv_integrations.option import STORE_BITS
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model

@@ -19,7 +19,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.base import RecomputeNone
 from samkv_integrations.methods.guided import GuidedRecompute
-from samkv_integrations.options import STORE_BITS
+from samkv_integrations.option import STORE_BITS
 from samkv_integrations.runtimes.transformers.entries import quantise
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk, copying
 from samkv_integrations.runtimes.transformers.entries.quantise import (

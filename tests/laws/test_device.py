@@ -23,7 +23,7 @@ from samkv_integrations.chunks import caching
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods import METHODS
-from samkv_integrations.options import STORE_BITS
+from samkv_integrations.option import STORE_BITS
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.model.model import Model

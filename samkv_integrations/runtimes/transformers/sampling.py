@@ -41,11 +41,12 @@ from samkv_integrations.errors import (
     Overloaded,
     TimedOut,
 )
-from samkv_integrations.options import Sampling
 from samkv_integrations.runtimes.transformers.model.model import Model
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+    from samkv_integrations.options import Sampling
 
 
 class Sampler:

@@ -21,7 +21,7 @@ from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.chroma.records import KEY_FIELD
 from samkv_integrations.chunks.chunk import normalise
 from samkv_integrations.frameworks.engine_args import EngineRef, WithEngine
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.serving.stream import twin
 
 Mode = Literal["text", "handle"]

@@ -24,8 +24,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidChunk
-from samkv_integrations.options import STORE_BITS, among
+from samkv_integrations.errors import Given, InvalidChunk
+from samkv_integrations.option import STORE_BITS, among
 
 GROUP_TOKENS = 64
 """Tokens whose keys share scale and offset per channel (docs/decisions.md)."""
@@ -137,8 +137,8 @@ class EntryFormat:
         if self.is_quantised and largest > _HALF_MAX:
             raise InvalidChunk(
                 f"transformed keys or values reach {largest:.3g}, beyond {_HALF_MAX:.0f}, the "
-                "largest half-precision number, in which scales are stored; "
-                "give store_bits=16"
+                "largest half-precision number, in which scales are stored; give ",
+                Given("store_bits", 16),
             )
 
     def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from samkv_integrations.options import Sampling
 from samkv_integrations.runtimes.transformers.model.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.model.model import Model
 
-__all__ = ["Model", "Sampling", "load_model", "load_tokenizer"]
+__all__ = ["Model", "load_model", "load_tokenizer"]

@@ -28,7 +28,7 @@ from samkv_integrations.errors import (
     UnsupportedModel,
     meant,
 )
-from samkv_integrations.options import DTYPES, Weights
+from samkv_integrations.option import DTYPES, Weights
 from samkv_integrations.runtimes.transformers.model.attention import is_faster
 from samkv_integrations.runtimes.transformers.model.families import (
     refuse_family,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.chunks.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.options import PrefixPolicy
+from samkv_integrations.option import PrefixPolicy
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     chunk_statistics,
     layer_statistics,
