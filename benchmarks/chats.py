@@ -24,8 +24,8 @@ from langchain_samkv import ChatSamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.frameworks.tool_calls import takes_tools
+from samkv_integrations.options import AnswerOptions
 from samkv_integrations.plan.kept_sequences import common
-from samkv_integrations.plan.request import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.runtime import Model

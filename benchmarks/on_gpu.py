@@ -47,7 +47,10 @@ from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving.static_step import Graphs
+# LOST from samkv_integrations.serving.static_step import Graphs
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.store.memory import MemoryStore
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.memory import MemoryStore
 
@@ -184,8 +187,6 @@ def ingest_over_forward(run: Run) -> Iterator[Row]:
 def later_token(run: Run) -> Iterator[Row]:
     """Milliseconds of a later token of 1 and of 8 answers at a time, over plain transformers."""
     engine, prompt = run.engine(*run.cells[-1])
-    # on a CPU a static step is computed as it is
-    graphs = Graphs() if run.model.device.type == "cuda" else Graphs(lambda step: step)
 
     def ours(prompt: str, n_tokens: int, batch: int) -> None:
         with ThreadPoolExecutor(batch) as pool:
@@ -193,21 +194,18 @@ def later_token(run: Run) -> Iterator[Row]:
             list(pool.map(ask, [prompt] * batch))
 
     for batch in (1, 8):
-        steps: dict[str, list[float]] = {"plain": [], "ours": [], "graphs": []}
+        steps: dict[str, list[float]] = {"plain": [], "ours": []}
         for round_ in range(run.rounds + 1):
             for name in steps:
-                engine.scheduler.graphs = graphs if name == "graphs" else None
                 answer = partial(run.plain if name == "plain" else ours, prompt, batch=batch)
                 first, whole = (
                     run.seconds(partial(answer, n_tokens=n)) for n in (N_BEFORE, N_BEFORE + N_STEPS)
                 )
                 if round_:
                     steps[name].append(1000 * (whole - first) / N_STEPS)
-        plain, *mine = map(statistics.median, steps.values())
+        plain, mine = map(statistics.median, steps.values())
         yield {"batch": batch, "steps": "plain", "ms": plain}
-        for name, ms in zip(("ours", "graphs"), mine, strict=True):
-            yield {"batch": batch, "steps": name, "ms": ms, "over_plain": ms / plain}
-    yield {"has_graphs": not graphs.is_off}
+        yield {"batch": batch, "steps": "ours", "ms": mine, "over_plain": mine / plain}
 
 
 def answers(run: Run) -> Iterator[Row]:

@@ -34,11 +34,18 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.lab.evaluation import is_right
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
-from samkv_integrations.plan.first_token import first_token
-from samkv_integrations.plan.request import AnswerSettings, Request
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode, force
+from samkv_integrations.options import AnswerSettings, Sampling
+from samkv_integrations.serving.first_token import first_token
+from samkv_integrations.plan.request import Request
+from samkv_integrations.options import AnswerSettings
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+# LOST from samkv_integrations.runtimes.transformers.passes.decode import force
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
+from samkv_integrations.runtimes.base import Sampler
+from samkv_integrations.options import Sampling
+from samkv_integrations.plan.request import Request
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.store.disk import ChunkStore
 
 _Made = TypeVar("_Made")
@@ -134,7 +141,7 @@ class _Answer:
         first = first_token(request)
         self.first_s = time.process_time() - began
         self.report, self.logits = first.report, first.logits.float().cpu()
-        self.sampler = Sampler(self.model, first.layout.token_ids.tolist(), Sampling())
+        self.sampler = Sampler(self.model, first.layout.token_ids.tolist(), Sampling.of())
         self.decoder = Decoder(self.model, first.cache, first.layout.n_tokens)
         self.tokens = [self.sampler.next(first.logits)]
         self.decode_s = 0.0

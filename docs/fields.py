@@ -2,7 +2,7 @@
 
 A docstring of ours describes its fields or arguments in lines such as ``keys, values: (T, G, D)``,
 continued below with an indent. Markdown would join those lines. Options describe themselves, see
-`samkv_integrations.option.Option`.
+`samkv_integrations.options.Option`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def table_of(path: str) -> str:
     found = declared(getattr(options, name))
     lines = ["", "", "| option | default | |", "| --- | --- | --- |"]
     for called, (_, option) in found.items():
-        lines.append(f"| `{called}` | `{option.default!r}` | {option.sentence} |")
+        lines.append(f"| `{called}` | `{option.default!r}` | {option.text} |")
     return "\n".join(lines)
 
 

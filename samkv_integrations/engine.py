@@ -16,25 +16,49 @@ from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.chunks.prefix import prefix_ids
 from samkv_integrations.chunks.recent import RecentKeys
 from samkv_integrations.errors import ChunkNotCached, InvalidOption
-from samkv_integrations.lab.tuned import choices_of
+# LOST from samkv_integrations.lab.tuned import choices_of
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction, get_eviction
-from samkv_integrations.options import EngineOptions, OnMiss, check_on_miss, check_options
+from samkv_integrations.options import EngineOptions
+from samkv_integrations.option import OnMiss
+# LOST from samkv_integrations.options import check_on_miss
+from samkv_integrations.option import check_options
 from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.chunks.caching import Chunks
+from samkv_integrations.chunks.recent import RecentKeys
+# LOST from samkv_integrations.chunks.caching import prefix_budget
+from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
+from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
+from samkv_integrations.methods import Method, get_method
+from samkv_integrations.option import DEFAULT_STORE_BITS, OnMiss, check_options, complete
+from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
+from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.plan.kept_costs import keep_costs
+from samkv_integrations.plan.kept_costs import kept_costs
+from samkv_integrations.runtimes.transformers.costs import measure
 from samkv_integrations.plan.kept_sequences import KeptSequences
-from samkv_integrations.plan.request import AS_TEXT, AnswerOptions, AnswerSettings, Request
+from samkv_integrations.plan.request import Request
+# LOST from samkv_integrations.plan.request import AS_TEXT
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import Resolved
-from samkv_integrations.runtimes.transformers.costs import keep_costs, kept_costs, measure
+from samkv_integrations.runtimes.transformers.costs import measure
+from samkv_integrations.plan.kept_costs import keep_costs
+from samkv_integrations.plan.kept_costs import kept_costs
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import entry_format_of
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.passes.decode import force
-from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+# LOST from samkv_integrations.runtimes.transformers.passes.decode import force
+from samkv_integrations.option import PrefixPolicy
+from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.methods.eviction import get_eviction
+from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.chunks.prefix import prefix_ids
 from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.transformers.sampling import JsonConstraint, SchemaReader
+from samkv_integrations.serving.grammar import JsonConstraint
+from samkv_integrations.serving.grammar import SchemaReader
 from samkv_integrations.serving.listeners import Audience, Listener, collect_answer, log_answer
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
@@ -49,9 +73,9 @@ class Engine:
     Args:
         model: the model, see `Model`.
         store: where chunk caches are kept; None for this process's memory.
-        method, eviction, store_bits, ...: see `EngineOptions`.
         scheduler: runs the model, and may be shared by engines of the same model; None for a new
             one.
+        options: see `EngineOptions`.
 
     listeners: are called at the end of each answer, see `Listener`; add your own.
 
@@ -63,47 +87,39 @@ class Engine:
         model: Model,
         store: IndexedStore | None = None,
         *,
-        method: str | Method | None = None,
-        eviction: str | Eviction | None = None,
-        block_size: int | Literal["auto"] = "auto",
-        prefix: PrefixPolicy = "auto",
-        prefix_text: str = "",
-        store_bits: int | None = None,
-        prefix_bytes: int | str | None = None,
-        hot_bytes: int | str | None = None,
         scheduler: Scheduler | None = None,
+        **options: Unpack[EngineOptions],
     ) -> None:
         if not isinstance(model, Model):
             raise InvalidOption(
-                f"model={model!r} is no Model; Engine.from_pretrained takes a name or a folder, "
-                "and Model(model, tokenizer, name) what transformers has loaded"
+                Given("model", model),
+                " is no Model; Engine.from_pretrained takes a name or a folder, "
+                "and Model(model, tokenizer, name) what transformers has loaded",
             )
         if isinstance(store, str | os.PathLike):
-            raise InvalidOption(f"store={store!r} is no store; give ChunkStore({str(store)!r})")
-        given = {
-            "prefix": prefix, "prefix_text": prefix_text, "prefix_bytes": prefix_bytes,
-            "hot_bytes": hot_bytes,
-        }  # fmt: skip
-        check_options(EngineOptions, given)
+            raise InvalidOption(
+                Given("store", store), f" is no store; give ChunkStore({str(store)!r})"
+            )
+        given = complete(EngineOptions, options, "option of an engine")
         self.model = model
-        self.store: IndexedStore = MemoryStore() if store is None else store
-        self.method, self.store_bits, self.tuned = choices_of(
-            model, self.store, method, eviction, store_bits
-        )
-        self.eviction = eviction
-        self.prefix = prefix_ids(model, prefix, prefix_text)
-        self.prefixes = KeptSequences[FirstEntries](prefix_budget(model, prefix_bytes))
+        self.store: IngestStore = MemoryStore() if store is None else store
+        method, bits = given["method"], given["store_bits"]
+        self.method: Method = get_method(DEFAULT_METHOD if method is None else method)
+        self.store_bits: int = DEFAULT_STORE_BITS if bits is None else bits
+        self.eviction: str | Eviction | None = given["eviction"]
+        self.prefix = prefix_ids(model, given["prefix"], given["prefix_text"])
+        self.prefix_bytes, self.hot_bytes = given["prefix_bytes"], given["hot_bytes"]
+        self.sequences = KeptSequences[FirstEntries](_kept_bytes(model, self.prefix_bytes))
         self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
         self.listeners: list[Listener] = [log_answer, collect_answer, trace_answer]
-        scheme = None if block_size == "auto" else BlockScheme(size=block_size)
+        size = given["block_size"]
+        scheme = None if size == "auto" else BlockScheme(size=size)
         self.chunks = Chunks(
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
-            hot_bytes=hot_bytes, run=partial(self.scheduler.run, may_pause=True),
+            hot_bytes=self.hot_bytes, run=partial(self.scheduler.run, may_pause=True),
             on_change=self.prefixes.clear,
         )  # fmt: skip
-        self.chunks.hot.join(self.scheduler.hot_chunks)
-        self.prefix_bytes, self.hot_bytes = prefix_bytes, hot_bytes
         self._schemas = SchemaReader()
         self._reader = PromptReader(model, self.store, self.chunks.outage)
 
@@ -199,7 +215,7 @@ class Engine:
             ChunkNotCached: a chunk has no usable cache, and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
         """
-        check_on_miss(on_miss)
+        check_options(AnswerOptions, {"on_miss": on_miss})
         began, chunks = time.perf_counter(), self.chunks
         since = chunks.deletions()
         found = chunks.refer(texts, must_fit=on_miss != "text")
@@ -288,7 +304,7 @@ class Engine:
         chunks: texts of chunks that it contains, besides handles; None to find all that the store
             holds or `expect` named. The prompt is tokenised as transformers would. Runs of at least
             16 token ids that are a chunk's are taken from its cache; all others are computed.
-        options: see `OwnAnswerOptions` and `SamplingOptions`.
+        options: see `AnswerOptions`.
 
         Raises:
             PromptTooLong: prompt and answer exceed the context window.

@@ -1,12 +1,15 @@
 """Every error a user can meet, in one small hierarchy.
 
 A message names the value that was wrong, what is allowed, and the next step, so that it can be
-shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only.
+shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only. An
+error is also the builtin kind that a caller of any other library would catch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import reprlib
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 
@@ -14,31 +17,69 @@ MOST_SHOWN = 80
 """Characters of a wrong value in a message."""
 
 
+def shown(value: object) -> str:
+    """A value in a message: its beginning, if it is long; ``...`` as it is."""
+    if value is ...:
+        return "..."
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = reprlib.repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
+@dataclass(frozen=True)
+class Given:
+    """An option and a value in a message. Python writes ``top_k=-1``, a command ``--top-k=-1``."""
+
+    option: str
+    value: object
+
+    def __str__(self) -> str:
+        return f"{self.option}={shown(self.value)}"
+
+
 class SamkvError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base of every error raised on purpose by this package.
+
+    args: the message, in parts: texts, and a `Given` for each option with its value.
+    """
+
+    def __str__(self) -> str:
+        return self.told(str)
+
+    def told(self, write: Callable[[Given], str]) -> str:
+        """The message of a front end that writes options in its own way."""
+        return "".join(write(part) if isinstance(part, Given) else str(part) for part in self.args)
+
+    @property
+    def option(self) -> str | None:
+        """The option that is wrong; None if the message does not begin with one."""
+        first = self.args[0] if self.args else None
+        return first.option if isinstance(first, Given) else None
 
 
 class UnsupportedModel(SamkvError):
     """The model cannot be served exactly (its positions, attention or layout are not supported)."""
 
 
-class ModelNotFound(SamkvError):
+class ModelNotFound(SamkvError, LookupError):
     """No model could be loaded under the given name or path."""
 
 
-class PromptTooLong(SamkvError):
+class PromptTooLong(SamkvError, ValueError):
     """The prompt, chunks counted at full size, does not fit the model's context window."""
 
 
-class InvalidChunk(SamkvError):
+class InvalidChunk(SamkvError, ValueError):
     """A text that cannot be cached: empty, longer than the context window, or beyond store_bits."""
 
 
-class HandleError(SamkvError):
+class HandleError(SamkvError, ValueError):
     """A handle in a prompt is broken, or names a chunk that this store does not hold."""
 
 
-class ChunkNotCached(SamkvError):
+class ChunkNotCached(SamkvError, LookupError):
     """A chunk of the prompt has no usable cache, and the caller asked for an error then."""
 
     @classmethod
@@ -48,8 +89,9 @@ class ChunkNotCached(SamkvError):
         """An error about ``what``; remedy: what makes a cache of it again."""
         reason = f" ({why})" if why else ""
         return cls(
-            f"{what} has no usable cache{reason}; {remedy}, or use on_miss='text' or 'compute'"
-        )
+            f"{what} has no usable cache{reason}; {remedy}, or use ", Given("on_miss", "text"),
+            " or 'compute'",
+        )  # fmt: skip
 
 
 class StoreError(SamkvError):
@@ -78,21 +120,24 @@ MISS_REASONS = ("absent", "corrupt", "format", "fingerprint", "tokens", "io")
 """Why a chunk cache could not be used; docs/troubleshooting.md explains each reason."""
 
 
-class UnknownOption(SamkvError):
+class UnknownOption(SamkvError, ValueError):
     """A name (method, option, document folder, collection) that is not one of the known ones."""
+
+    kind = ""
 
     @classmethod
     def among(cls, kind: str, value: object, known: Iterable[str]) -> UnknownOption:
         """An error that lists the known names of ``kind``, and names the one that was meant."""
         names = sorted(known)
         hint = meant(value, names)
-        return cls(f"unknown {kind} {shown(value)}; known: {', '.join(names)}{hint}")
+        error = cls(f"unknown {kind} {shown(value)}; known: {', '.join(names)}{hint}")
+        error.kind = kind
+        return error
 
-
-def shown(value: object) -> str:
-    """A value in a message: its beginning, if it is long."""
-    text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    @property
+    def option(self) -> str | None:
+        """The option whose value is unknown, such as ``method``; None if it is a name itself."""
+        return self.kind if self.kind.isidentifier() else None
 
 
 def meant(value: object, known: Iterable[str]) -> str:
@@ -101,14 +146,14 @@ def meant(value: object, known: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-class InvalidOption(SamkvError):
+class InvalidOption(SamkvError, ValueError):
     """An option whose name is known and whose value is not allowed."""
 
     @classmethod
     def unless_among(cls, name: str, value: object, allowed: Collection[str]) -> None:
         """Raises InvalidOption unless ``value`` is one of ``allowed``."""
         if value not in allowed:
-            raise cls(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+            raise cls(Given(name, value), f"; allowed: {', '.join(allowed)}")
 
 
 class MissingExtra(SamkvError, ImportError):
@@ -137,6 +182,9 @@ class AnswerCut(SamkvError):
 class TimedOut(SamkvError, TimeoutError):
     """An answer took longer than the caller had asked for."""
 
+    def __init__(self, *parts: object) -> None:
+        Exception.__init__(self, *parts)  # OSError would take parts for a number and a file
+
 
 class ClusterError(SamkvError):
     """The workers of a cluster cannot do their work."""
@@ -146,7 +194,7 @@ class Overloaded(SamkvError):
     """More answers wait than the scheduler takes on."""
 
 
-class OutOfMemory(SamkvError):
+class OutOfMemory(SamkvError, MemoryError):
     """The device has no memory for an answer."""
 
     @classmethod
@@ -158,5 +206,5 @@ class OutOfMemory(SamkvError):
         )
 
 
-class EmptyInput(SamkvError):
+class EmptyInput(SamkvError, ValueError):
     """A folder without documents, an empty collection, an empty question file."""

@@ -1,89 +1,175 @@
-"""How an option is declared: a name, a type, an `Option`, and a docstring below.
+"""How an option is declared, what its values may be, and how they are checked.
 
-`samkv_integrations.options` declares all of them.
+`samkv_integrations.options` has the declarations. This module imports none of ours but the errors,
+so that any other may use its types and checks.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ForwardRef, get_type_hints
+from threading import TIMEOUT_MAX
+from typing import Any, ForwardRef, Literal, get_type_hints
 
-Declared = Mapping[str, tuple[Any, "Option"]]
-"""Name -> type and declaration of an option."""
+from samkv_integrations.errors import Given, InvalidOption, UnknownOption
+
+STORE_BITS = (4, 8, 16)
+"""Bits of a stored number; 16 stands for the model's own dtype, also if that is float32."""
+DEFAULT_STORE_BITS = 4
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Weights = Literal["auto", "packed", "unpacked", "int8"]
+OnMiss = Literal["text", "compute", "error"]
+PrefixPolicy = Literal["auto", "documents", "bos", "none"]
+
+Check = Callable[[str, Any], object]
+"""Raises InvalidOption or UnknownOption if an option of this name must not have this value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """The declaration of one option beside its name and its type.
 
-    default: the value of an option that is not given.
-    description: one sentence for the reference, the fields of LLMs and the command line, which
-        `declared` takes from the docstring below the option.
-    unset: what None stands for; empty if there is no None.
-    allows, bounds: whether a value is allowed, and what is allowed, in words. Without them an
-        engine accepts any value: only LLMs and the command line check the type by themselves.
-    check: in place of these two, raises for a value that is not allowed.
-    in_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name.
-    flag: whether commands that answer have a flag of this name, which
-        `samkv_integrations.cli.arguments` makes of the declaration.
+    description: one sentence, the help of its flag. more: further sentences, for the reference and
+        the fields of LLMs.
+    default: the value of an option that is not given. unset: what None stands for; empty if there
+        is no None.
+    check: of a value other than None; None for any value, where LLMs and the command line check the
+        type.
+    of_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name; LlamaIndex's
+        have options of sampling in generate_kwargs.
+    has_flag: whether commands that answer have a flag of this name. is_everyday: whether their help
+        shows it among the first.
     """
 
+    description: str
     default: Any
-    description: str = ""
+    more: str = ""
     unset: str = ""
-    allows: Callable[[Any], bool] | None = None
-    bounds: str = ""
-    check: Callable[[Any], object] | None = None
-    in_llms: bool = True
-    flag: bool = True
+    check: Check | None = None
+    of_llms: bool = True
+    has_flag: bool = False
+    is_everyday: bool = False
 
     @property
-    def sentence(self) -> str:
-        """The description, with what None stands for."""
-        return f"{self.description} None: {self.unset}." if self.unset else self.description
+    def text(self) -> str:
+        """All sentences, with what None stands for."""
+        unset = f"None: {self.unset}." if self.unset else ""
+        return " ".join(filter(None, (self.description, self.more, unset)))
+
+
+Declared = Mapping[str, tuple[Any, Option]]
+"""Name -> type and declaration of an option."""
 
 
 @cache
-def declared(options: type) -> Declared:
+def declared(group: type) -> Declared:
     """The options that a TypedDict declares."""
-    hints: Mapping[str, Any] = options.__annotations__
+    hints: Mapping[str, Any] = group.__annotations__
     if any(isinstance(hint, ForwardRef) for hint in hints.values()):
-        hints = get_type_hints(options, include_extras=True)
-    found = {}
-    for name, hint in hints.items():
-        option = hint.__metadata__[0]
-        if not option.description:
-            option = replace(option, description=docstring_of(options, name))
-        found[name] = (hint.__origin__, option)
-    return found
+        hints = get_type_hints(group, include_extras=True)
+    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
 
 
-def docstring_of(group: type, name: str) -> str:
-    """The docstring below a field of a class, in one line; empty without one."""
-    docs = _docstrings(group.__module__)
-    return docs.get((group.__name__, name)) or docs.get(("", name), "")
+def check_options(group: type, given: Mapping[str, Any]) -> None:
+    """Raises InvalidOption or UnknownOption for the first value that a declaration refuses."""
+    for name, (_, option) in declared(group).items():
+        if option.check is not None and name in given:
+            if not (given[name] is None is option.default):
+                option.check(name, given[name])
 
 
-@cache
-def _docstrings(module: str) -> dict[tuple[str, str], str]:
-    """Class and name of an option -> its docstring; without a class, the first one of the name."""
-    found: dict[tuple[str, str], str] = {}
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except OSError:  # an installation without sources has no descriptions
-        return found
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for row, below in zip(node.body, node.body[1:], strict=False):
-            if isinstance(row, ast.AnnAssign) and isinstance(row.target, ast.Name):
-                if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                    text = " ".join(str(below.value.value).replace("``", "").split())
-                    found[node.name, row.target.id] = text
-                    found.setdefault(("", row.target.id), text)
-    return found
+def complete(group: type, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The options of a group, checked, with the defaults of those that are not given.
+
+    kind: what an option is called in an error. Raises UnknownOption or InvalidOption.
+    """
+    known = declared(group)
+    for name in given.keys() - known.keys():
+        raise UnknownOption.among(kind, name, known)
+    check_options(group, given)
+    return {name: option.default for name, (_, option) in known.items()} | dict(given)
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+
+def among(*allowed: object) -> Check:
+    """The check of a value that is one of a few."""
+
+    def check(name: str, value: object) -> None:
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise InvalidOption(Given(name, value), f"; allowed: {', '.join(map(str, allowed))}")
+
+    return check
+
+
+def number(must_be: str, allows: Callable[[Any], bool], *, is_whole: bool = False) -> Check:
+    """The check of a number; allows: false for a NaN. must_be: what is allowed, in words."""
+
+    def check(name: str, value: Any) -> None:  # noqa: ANN401
+        if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
+            kind = "a whole number" if is_whole else "a number"
+            raise InvalidOption(Given(name, value), f"; it must be {kind}")
+        if not allows(value):
+            raise InvalidOption(Given(name, value), f"; it must be {must_be}")
+
+    return check
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Raises InvalidOption for a dtype that no model is loaded in."""
+    InvalidOption.unless_among(name, str(dtype).removeprefix("torch."), DTYPES)
+
+
+def check_text(name: str, text: object) -> None:
+    """Raises InvalidOption for anything but a string."""
+    if not isinstance(text, str):
+        raise InvalidOption(Given(name, text), "; it must be a string")
+
+
+def check_stop(name: str, stop: object) -> None:
+    """Raises InvalidOption unless ``stop`` is a list of strings; an empty one would end all."""
+    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
+    for text in stop if is_list else ("",):  # type: ignore[attr-defined]  # a Collection
+        if not isinstance(text, str) or not text:
+            raise InvalidOption(Given(name, stop), "; it must be a list of non-empty strings")
+
+
+def check_timeout(name: str, timeout: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption unless ``timeout`` is a number of seconds that one could wait."""
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout <= TIMEOUT_MAX):
+        raise InvalidOption(
+            Given(name, timeout), f"; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
+            "None for no end",
+        )  # fmt: skip
+
+
+def check_size(name: str, size: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption unless ``size`` is a number of bytes, 0 included, or their text."""
+    if size not in (0, "0"):
+        bytes_of(name, size)
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
+
+
+def bytes_of(name: str, size: int | str) -> int:
+    """The bytes of a size: a whole number, or a text such as ``500MB``, ``1.5 GiB`` or ``4096``.
+
+    name: of the option, for InvalidOption, which is raised for anything else.
+    """
+    n_bytes: float | None = size if type(size) is int else None
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found:
+        power = "_kmgt".index((found[2] or "_").lower())
+        n_bytes = float(found[1]) * (1024 if found[3] else 1000) ** power
+    if n_bytes is None or not 1 <= n_bytes < 2**63:  # SQLite's largest integer
+        raise InvalidOption(
+            Given(name, size), "; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
+        )
+    return int(n_bytes)

@@ -1,100 +1,63 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
-From here come the flags of an engine's options (`samkv_integrations.cli.arguments`), the tables of
-the API reference, and the descriptions of the LLMs' fields
-(`samkv_integrations.frameworks.fields`). The code that uses an option reads it from `Engine`'s
-arguments or from `AnswerSettings`, which repeat its name and default.
+A declaration is a row of a TypedDict: a name, a type, and an `Option`
+(`samkv_integrations.option`). Of the rows are made: the
+keyword arguments of `Engine` and of its answers, their checks and defaults, the fields of LLMs and
+of the server's requests (`samkv_integrations.frameworks.fields`), the flags of the command line
+(`samkv_integrations.cli.arguments`), and the tables of the API reference (``docs/fields.py``).
 """
 
 import math
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import TIMEOUT_MAX
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack, get_args
 
-from samkv_integrations.errors import InvalidOption, shown
-from samkv_integrations.option import Option, declared
+from samkv_integrations.errors import Given, InvalidOption
+from samkv_integrations.option import (
+    DEFAULT_STORE_BITS,
+    STORE_BITS,
+    OnMiss,
+    Option,
+    PrefixPolicy,
+    Weights,
+    among,
+    bytes_of,
+    check_dtype,
+    check_size,
+    check_stop,
+    check_text,
+    check_timeout,
+    complete,
+    declared,
+    number,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from samkv_integrations.methods import Method
     from samkv_integrations.methods.eviction import Eviction
-    from samkv_integrations.options import OnMiss
-    from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+    from samkv_integrations.runtimes.transformers.runtime import Model
+
+DEFAULT_METHOD = "auto"
 
 
-OnMiss = Literal["text", "compute", "error"]
-"""What is done for a chunk without a usable cache."""
+# -- checks that look a value up ---------------------------------------------------------------
 
 
-def check_options(options: type, given: Mapping[str, Any]) -> None:
-    """Raises InvalidOption or UnknownOption for the first value that a declaration refuses."""
-    for name, (_, option) in declared(options).items():
-        if name not in given or given[name] is None is option.default:
-            continue
-        value = given[name]
-        if option.check is not None:
-            option.check(value)
-        elif option.allows is not None and not option.allows(value):
-            raise InvalidOption(f"{name}={value!r}; it must be {option.bounds}")
-
-
-# -- checks ------------------------------------------------------------------------------------
-
-
-def check_value(name: str, value: Any) -> object:  # noqa: ANN401
-    """The check of the code that uses the option ``name``."""
+def check_method(name: str, method: Any) -> None:  # noqa: ANN401
+    """Raises UnknownOption for a method that does not exist."""
     from samkv_integrations.methods import get_method
+
+    get_method(method)
+
+
+def check_eviction(name: str, eviction: Any) -> None:  # noqa: ANN401
+    """Raises UnknownOption for a rule that does not exist, InvalidOption for a wrong kind."""
     from samkv_integrations.methods.eviction import get_eviction
-    from samkv_integrations.runtimes.transformers.entries.quantise import check_store_bits
-    from samkv_integrations.runtimes.transformers.sampling import check_json_schema
 
-    checks: Mapping[str, Callable[[Any], object]] = {
-        "method": get_method, "eviction": get_eviction, "store_bits": check_store_bits,
-        "json_schema": check_json_schema,
-    }  # fmt: skip
-    return checks[name](value)
-
-
-def check_prefix(prefix: object) -> None:
-    """Raises InvalidOption for an unknown policy, or a learned prefix, which was removed."""
-    from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
-
-    is_file = isinstance(prefix, os.PathLike) or str(prefix).endswith(".safetensors")
-    if prefix == "learned" or is_file:
-        raise InvalidOption(
-            f"prefix={str(prefix)!r}: learned prefixes were removed; give prefix='documents', and "
-            "ingest again"
-        )
-    InvalidOption.unless_among("prefix", prefix, get_args(PrefixPolicy))
-
-
-def check_on_miss(on_miss: str) -> None:
-    """Raises InvalidOption if ``on_miss`` is nothing that can be done for a missed chunk."""
-    InvalidOption.unless_among("on_miss", on_miss, get_args(OnMiss))
-
-
-def check_timeout(timeout: Any) -> None:  # noqa: ANN401
-    """Raises InvalidOption if ``timeout`` is no number of seconds that one could wait."""
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    if not (is_number and 0 < timeout <= TIMEOUT_MAX):
-        raise InvalidOption(
-            f"timeout={timeout!r}; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
-            "None for no end"
-        )
-
-
-def check_stop(stop: object) -> None:
-    """Raises InvalidOption unless ``stop`` is a list of strings; an empty one would end all."""
-    is_list = isinstance(stop, Collection) and not isinstance(stop, str)
-    for text in stop if is_list else ("",):  # type: ignore[attr-defined]  # a Collection
-        if not isinstance(text, str) or not text:
-            raise InvalidOption(f"stop={stop!r}; it must be a list of non-empty strings")
+    get_eviction(eviction)
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -103,242 +66,368 @@ def check_stop(stop: object) -> None:
 class ModelOptions(TypedDict, total=False):
     """How a model is loaded, in the names of both frameworks."""
 
-    model_name: Annotated[str | Path, Option(default="")]
-    """A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'."""
-    tokenizer_name: Annotated[str | None, Option(default=None, unset="where the model is")]
-    """Hub id or folder of the tokenizer."""
-    device_map: Annotated[str | None, Option(default="auto", unset="'cpu'")]
-    """'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'. Several devices: model_kwargs={"device_map":
-    ...}."""
-    dtype: Annotated["str | torch.dtype", Option(default="auto")]
-    """'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's; float32 where this
-    processor computes bfloat16 slowly."""
-    weights: Annotated[Literal["auto", "packed", "unpacked", "int8"], Option(default="auto")]
-    """How a CPU keeps weights: 'packed' as in the GGUF file, 'unpacked', 'int8' for other
-    checkpoints, or 'auto' as memory allows."""
-    model_kwargs: Annotated[dict[str, Any], Option(default={})]
-    """Passed to from_pretrained of the model: revision, token, cache_dir, local_files_only and so
-    on."""
-    tokenizer_kwargs: Annotated[dict[str, Any], Option(default={})]
-    """Passed to from_pretrained of the tokenizer."""
+    model_name: Annotated[
+        str | Path,
+        Option(
+            description="A hub id, a local folder, a GGUF file, 'smollm2' or 'builtin'.",
+            default="", is_everyday=True,
+        ),
+    ]  # fmt: skip
+    tokenizer_name: Annotated[
+        str | None,
+        Option(
+            description="Hub id or folder of the tokenizer.", default=None,
+            unset="where the model is",
+        ),
+    ]  # fmt: skip
+    device_map: Annotated[
+        str | None,
+        Option(
+            description="'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'.",
+            more='Several devices: model_kwargs={"device_map": ...}.',
+            default="auto", unset="'cpu'",
+        ),
+    ]  # fmt: skip
+    dtype: Annotated[
+        "str | torch.dtype",
+        Option(
+            description="'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's.",
+            more="'auto' is float32 where this processor computes bfloat16 slowly.",
+            default="auto", check=check_dtype,
+        ),
+    ]  # fmt: skip
+    weights: Annotated[
+        Weights,
+        Option(
+            description="How a CPU keeps weights: 'packed' as in the GGUF file, 'unpacked', 'int8' "
+            "for other checkpoints, or 'auto' as memory allows.",
+            default="auto", check=among(*get_args(Weights)),
+        ),
+    ]  # fmt: skip
+    model_kwargs: Annotated[
+        dict[str, Any],
+        Option(
+            description="Passed to from_pretrained of the model: revision, token, cache_dir, "
+            "local_files_only and so on.",
+            default={},
+        ),
+    ]  # fmt: skip
+    tokenizer_kwargs: Annotated[
+        dict[str, Any],
+        Option(description="Passed to from_pretrained of the tokenizer.", default={}),
+    ]
 
 
 class StoreOptions(TypedDict, total=False):
     """Where chunk caches are kept, see `ChunkStore`."""
 
-    kv_dir: Annotated[str | Path | None, Option(default=None, unset="in memory")]
-    """Folder of the chunk caches."""
+    kv_dir: Annotated[
+        str | Path | None,
+        Option(description="Folder of the chunk caches.", default=None, unset="in memory"),
+    ]
     kv_remote: Annotated[
-        str | None, Option(default=None, unset="this machine alone has the caches")
-    ]
-    """Where machines share chunk caches, such as 's3://bucket/prefix'; kv_dir then holds what this
-    machine keeps of them."""
-    namespace: Annotated[str | None, Option(default=None, unset="the engine's, '' by default")]
-    """Owner of the chunk caches, such as a tenant: those of other namespaces are neither found nor
-    read."""
+        str | None,
+        Option(
+            description="Where machines share chunk caches, such as 's3://bucket/prefix'.",
+            more="kv_dir then holds what this machine keeps of them.",
+            default=None, unset="this machine alone has the caches",
+        ),
+    ]  # fmt: skip
+    namespace: Annotated[
+        str | None,
+        Option(
+            description="Owner of the chunk caches, such as a tenant.",
+            more="Those of other namespaces are neither found nor read.",
+            default=None, unset="the engine's, '' by default",
+        ),
+    ]  # fmt: skip
     max_bytes: Annotated[
-        int | str | None, Option(default=None, unset="the limit that was set before")
-    ]
-    """Most bytes of all chunk caches in kv_dir, a number or a size such as '20GB', for every
-    process from now on; the least recently used are evicted."""
+        int | str | None,
+        Option(
+            description="Most bytes of all chunk caches in kv_dir, a number or a size such as "
+            "'20GB', for every process from now on.",
+            more="The least recently used are evicted.",
+            default=None, unset="the limit that was set before", check=bytes_of,
+        ),
+    ]  # fmt: skip
 
 
-METHOD = Option(
-    default=None, unset="as tuned, else 'auto'", flag=False, check=partial(check_value, "method")
-)  # fmt: skip
-EVICTION = Option(
-    default=None, unset="the method's own", flag=False, check=partial(check_value, "eviction")
-)  # fmt: skip
+class EngineOptions(TypedDict, total=False):
+    """Options of an `Engine` beside its model and its store."""
 
-
-class CacheOptions(TypedDict, total=False):
-    """Options of an engine that decide what its chunk caches hold."""
-
+    method: Annotated[
+        "str | Method | None",
+        Option(
+            description="How prompts are answered: a name out of METHODS, or a Method.",
+            default=None, unset=repr(DEFAULT_METHOD), check=check_method,
+        ),
+    ]  # fmt: skip
+    eviction: Annotated[
+        "str | Eviction | None",
+        Option(
+            description="Which KV entries an answer attends to after its first token: a name out "
+            "of EVICTIONS, an Eviction, or 'none' for all.",
+            default=None, unset="the method's own", check=check_eviction,
+        ),
+    ]  # fmt: skip
     store_bits: Annotated[
         int | None,
         Option(
-            default=None, unset="as tuned, else 4", flag=False,
-            check=partial(check_value, "store_bits"),
+            description="Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype.",
+            default=None, unset=str(DEFAULT_STORE_BITS), check=among(*STORE_BITS),
         ),
     ]  # fmt: skip
-    """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype."""
-
-
-class OwnEngineOptions(TypedDict, total=False):
-    """Options of an `Engine` beside its model, its store, and what its caches hold."""
-
-    method: Annotated["str | Method | None", METHOD]
-    """How prompts are answered: a name out of METHODS, or a Method."""
-    eviction: Annotated["str | Eviction | None", EVICTION]
-    """Which KV entries an answer attends to after its first token: a name out of EVICTIONS, an
-    Eviction, or 'none' for all."""
-    block_size: Annotated[int | Literal["auto"], Option(default="auto", in_llms=False, flag=False)]
-    """Tokens a block; 'auto' takes the size of the caches that the store holds for this model, else
-    one that suits the length of the first chunks."""
+    block_size: Annotated[
+        int | Literal["auto"],
+        Option(
+            description="Tokens of a block.",
+            more="'auto' takes the size of the caches that the store holds for this model, else "
+            "one that suits the length of the first chunks.",
+            default="auto", of_llms=False,
+        ),
+    ]  # fmt: skip
     prefix: Annotated[
-        "PrefixPolicy",
-        Option(default="auto", check=check_prefix, in_llms=False, flag=False),
-    ]
-    """What a chunk is prefilled after: 'documents' (BOS and two short made-up documents), 'bos' or
-    'none'; 'auto' is 'documents'. After 'bos' the chunk that stands first in a prompt is exact;
-    after documents all others are nearer to full prefill."""
+        PrefixPolicy,
+        Option(
+            description="What a chunk is prefilled after: 'documents' (BOS and two short made-up "
+            "documents), 'bos' or 'none'; 'auto' is 'documents'.",
+            more="After 'bos' the chunk that stands first in a prompt is exact; after documents "
+            "all others are nearer to full prefill.",
+            default="auto", check=among(*get_args(PrefixPolicy)), of_llms=False,
+        ),
+    ]  # fmt: skip
     prefix_text: Annotated[
         str,
         Option(
-            default="", allows=lambda text: isinstance(text, str), bounds="a string",
-            in_llms=False, flag=False,
+            description="Text in place of the documents, such as the system prompt that begins "
+            "every request: the first chunk after it is exact.",
+            default="", check=check_text, of_llms=False,
         ),
     ]  # fmt: skip
-    """Text in place of the documents, such as the system prompt that begins every request: the
-    first chunk after it is exact."""
     prefix_bytes: Annotated[
         int | str | None,
-        Option(default=None, unset="an eighth of the memory that is available"),
-    ]
-    """Memory for the KV entries of the latest prompts and answers, a number of bytes or a size such
-    as '2GB': a follow-up computes its new tokens only; 0 for none. A token takes 12 kB with a model
-    of 0.5 B parameters, and 131 kB with Llama 3.1 8B in 16 bits."""
+        Option(
+            description="Memory for the KV entries of the latest prompts and answers, a number of "
+            "bytes or a size such as '2GB'; 0 for none.",
+            more="A follow-up computes its new tokens only. A token takes 12 kB with a model of "
+            "0.5 B parameters, and 131 kB with Llama 3.1 8B in 16 bits.",
+            default=None, unset="an eighth of the memory that is available", check=check_size,
+            has_flag=True,
+        ),
+    ]  # fmt: skip
     hot_bytes: Annotated[
         int | str | None,
-        Option(default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free"),
-    ]
-    """Memory for chunk caches that were read and verified lately, a number of bytes or a size such
-    as '2GB': the next question reads no file for them. On a GPU its memory, and as much pinned
-    memory of the host behind it. For stores on disk."""
-
-
-class EngineOptions(OwnEngineOptions, CacheOptions, total=False):
-    """Options of an `Engine` beside its model and its store."""
-
-
-class OwnAnswerOptions(TypedDict, total=False):
-    """Options of one answer, but for those of sampling."""
-
-    method: Annotated["str | Method | None", replace(METHOD, unset="the engine's")]
-    """How the prompt is answered: a name out of METHODS, or a Method."""
-    eviction: Annotated["str | Eviction | None", replace(EVICTION, unset="the engine's")]
-    """Which KV entries the answer attends to after its first token: a name out of EVICTIONS, an
-    Eviction, or 'none' for all."""
-    context_window: Annotated[
-        int | None,
         Option(
-            default=None, unset="the model's", in_llms=False, flag=False,
-            allows=lambda n: type(n) is int and n >= 1, bounds="a whole number of at least 1",
+            description="Memory for chunk caches that were read and verified lately, a number of "
+            "bytes or a size such as '2GB'; 0 for none.",
+            more="The next question reads no file for them. On a GPU it is the GPU's memory, and "
+            "as much pinned memory of the host behind it. For stores on disk.",
+            default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free",
+            check=check_size, has_flag=True,
         ),
     ]  # fmt: skip
-    """Most tokens of prompt and answer together."""
-    stop: Annotated[Sequence[str], Option(default=(), check=check_stop, in_llms=False, flag=False)]
-    """Strings that end the answer and are no part of it."""
-    stop_ids: Annotated[Collection[int], Option(default=(), in_llms=False, flag=False)]
-    """Token ids that end the answer, beside the model's own."""
-    json_schema: Annotated[
-        Mapping[str, Any] | None,
-        Option(
-            default=None, unset="any text", in_llms=False, flag=False,
-            check=partial(check_value, "json_schema"),
-        ),
-    ]  # fmt: skip
-    """A JSON schema that the answer conforms to; an answer that reaches max_new_tokens is cut, with
-    finish_reason 'length'. Needs the extra 'structured'."""
-    timeout: Annotated[float | None, Option(default=None, unset="no limit", check=check_timeout)]
-    """Seconds, waiting included, after which an incomplete answer ends with TimedOut."""
-    owner: Annotated[
-        str,
-        Option(
-            default="", allows=lambda owner: isinstance(owner, str), bounds="a string",
-            in_llms=False, flag=False,
-        ),
-    ]  # fmt: skip
-    """Who asks, such as an API key of a server: owners share the model's time equally."""
-    on_miss: Annotated["OnMiss", Option(default="compute", check=check_on_miss)]
-    """For a chunk without a usable cache: 'compute' (compute it as a chunk and keep it; with 'auto'
-    only where that takes no longer than full prefill), 'text' (compute it with the rest of the
-    prompt, keep nothing) or 'error'."""
-    draft: Annotated[
-        int,
-        Option(
-            default=7,
-            allows=lambda n: type(n) is int and n >= 0,
-            bounds="a whole number, 0 or more",
-        ),
-    ]
-    """Most tokens that are drafted and checked at once; 0 drafts none. Drafts are copied from where
-    the last tokens occurred before, in the prompt or the answer (prompt lookup); they change the
-    speed of an answer and nothing else."""
 
-
-# -- sampling ------------------------------------------------------------------------------------
 
 SMALLEST = 1e-5
 """The smallest number that logits may be divided by: none becomes infinite."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Options of sampling, of `Engine.generate`. None is allowed where it is the default."""
+    """Options of sampling. None is allowed where it is the default."""
 
     max_new_tokens: Annotated[
-        int, Option(default=256, allows=lambda n: n >= 1, bounds="at least 1")
-    ]
-    """Most tokens of the answer."""
+        int,
+        Option(
+            description="Most tokens of the answer.", default=256, of_llms=False,
+            check=number("at least 1", lambda n: n >= 1, is_whole=True),
+        ),
+    ]  # fmt: skip
     seed: Annotated[
         int | None,
         Option(
-            default=None,
-            allows=lambda n: -(2**63) <= n < 2**64, bounds="a number of at most 64 bits",
+            description="Makes sampling repeatable.", default=None,
+            check=number(
+                "a number of at most 64 bits", lambda n: -(2**63) <= n < 2**64, is_whole=True
+            ),
         ),
     ]  # fmt: skip
-    """Makes sampling repeatable."""
     repetition_penalty: Annotated[
         float | None,
         Option(
+            description="Above 1 makes tokens of the prompt and the answer less likely.",
             default=None, unset="the generation config's",
-            allows=lambda penalty: SMALLEST <= penalty < math.inf,
-            bounds=f"{SMALLEST} or more (1 for none) and finite",
+            check=number(
+                f"{SMALLEST} or more (1 for none) and finite", lambda n: SMALLEST <= n < math.inf
+            ),
         ),
     ]  # fmt: skip
-    """Above 1 makes tokens of the prompt and the answer less likely."""
     temperature: Annotated[
         float,
         Option(
-            default=0.0, allows=lambda t: t == 0 or SMALLEST <= t < math.inf,
-            bounds=f"0 (greedy), or {SMALLEST} or more and finite",
+            description="0 takes the likeliest token; top_k, top_p and min_p then change nothing.",
+            default=0.0,
+            check=number(
+                f"0 (greedy), or {SMALLEST} or more and finite",
+                lambda n: n == 0 or SMALLEST <= n < math.inf,
+            ),
         ),
     ]  # fmt: skip
-    """0 takes the likeliest token; top_k, top_p and min_p then change nothing."""
     top_k: Annotated[
-        int, Option(default=0, allows=lambda k: k >= 0, bounds="0 (all tokens) or more")
-    ]
-    """How many of the likeliest tokens are sampled from; 0 for all."""
+        int,
+        Option(
+            description="How many of the likeliest tokens are sampled from; 0 for all.", default=0,
+            check=number("0 (all tokens) or more", lambda n: n >= 0, is_whole=True),
+        ),
+    ]  # fmt: skip
     top_p: Annotated[
-        float, Option(default=1.0, allows=lambda p: 0 < p <= 1, bounds="above 0 and at most 1")
-    ]
-    """Sample from the likeliest tokens that together have this probability."""
+        float,
+        Option(
+            description="Sample from the likeliest tokens that together have this probability.",
+            default=1.0, check=number("above 0 and at most 1", lambda n: 0 < n <= 1),
+        ),
+    ]  # fmt: skip
     min_p: Annotated[
         float,
-        Option(default=0.0, allows=lambda p: 0 <= p <= 1, bounds="between 0 (all tokens) and 1"),
+        Option(
+            description="Sample from tokens of at least this share of the likeliest one's "
+            "probability (arXiv 2407.01082).",
+            default=0.0, check=number("between 0 (all tokens) and 1", lambda n: 0 <= n <= 1),
+        ),
+    ]  # fmt: skip
+
+
+_OF_ENGINES = declared(EngineOptions)
+
+
+class AnswerOptions(SamplingOptions, total=False):
+    """Options of `Engine.generate` and `Engine.stream`."""
+
+    method: Annotated[
+        "str | Method | None", replace(_OF_ENGINES["method"][1], unset="the engine's")
     ]
-    """Sample from tokens of at least this share of the likeliest one's probability (arXiv
-    2407.01082)."""
+    eviction: Annotated[
+        "str | Eviction | None", replace(_OF_ENGINES["eviction"][1], unset="the engine's")
+    ]
+    context_window: Annotated[
+        int | None,
+        Option(
+            description="Most tokens of prompt and answer together.", default=None,
+            unset="the model's", of_llms=False,
+            check=number("a whole number of at least 1", lambda n: n >= 1, is_whole=True),
+        ),
+    ]  # fmt: skip
+    stop: Annotated[
+        Sequence[str],
+        Option(
+            description="Strings that end the answer and are no part of it.", default=(),
+            check=check_stop, of_llms=False,
+        ),
+    ]  # fmt: skip
+    stop_ids: Annotated[
+        Collection[int],
+        Option(
+            description="Token ids that end the answer, beside the model's own.", default=(),
+            of_llms=False,
+        ),
+    ]  # fmt: skip
+    json_schema: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            description="A JSON schema that the answer conforms to.",
+            more="An answer that reaches max_new_tokens is cut, with finish_reason 'length'. Needs "
+            "the extra 'structured'.",
+            default=None, unset="any text", of_llms=False,
+        ),
+    ]  # fmt: skip
+    timeout: Annotated[
+        float | None,
+        Option(
+            description="Seconds, waiting included, after which an incomplete answer ends.",
+            more="It ends with TimedOut.", default=None, unset="no limit", check=check_timeout,
+            has_flag=True, is_everyday=True,
+        ),
+    ]  # fmt: skip
+    on_miss: Annotated[
+        OnMiss,
+        Option(
+            description="For a chunk without a usable cache: 'compute' (compute it as a chunk and "
+            "keep it), 'text' (compute it with the rest of the prompt, keep nothing) or 'error'.",
+            more="With 'auto' 'compute' does so only where that takes no longer than full prefill.",
+            default="compute", check=among(*get_args(OnMiss)), has_flag=True,
+        ),
+    ]  # fmt: skip
+    draft: Annotated[
+        int,
+        Option(
+            description="Most tokens that are drafted and checked at once; 0 drafts none.",
+            more="Drafts are copied from where the last tokens occurred before, in the prompt or "
+            "the answer (prompt lookup); they change the speed of an answer and nothing else.",
+            default=7, has_flag=True,
+            check=number("a whole number, 0 or more", lambda n: n >= 0, is_whole=True),
+        ),
+    ]  # fmt: skip
 
 
-DECLARED = declared(SamplingOptions)
-OPTIONS: Mapping[str, Option] = MappingProxyType({n: of[1] for n, of in DECLARED.items()})
-"""The options of sampling by name."""
+# -- the options of one answer, checked --------------------------------------------------------
 
 
-def check_option(name: str, value: Any, called: str = "") -> Any:  # noqa: ANN401
-    """The value of an option as `Sampling` has it. called: what its giver calls the option.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """`SamplingOptions`, checked and complete."""
 
-    Raises InvalidOption if it is no number of the right kind, or out of range.
+    max_new_tokens: int
+    seed: int | None
+    repetition_penalty: float | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @classmethod
+    def of(cls, **options: Unpack[SamplingOptions]) -> "Sampling":
+        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
+        return cls(**complete(SamplingOptions, options, "option of sampling"))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the likeliest one."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """`AnswerOptions`, checked as far as they can be without a model, and complete.
+
+    None is the engine's own.
     """
-    option, called = OPTIONS[name], called or name
-    if value is None and option.default is None:
-        return None
-    hint = DECLARED[name][0]
-    is_whole = int in (get_args(hint) or (hint,))
-    if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-        kind = "a whole number" if is_whole else "a number"
-        raise InvalidOption(f"{called}={shown(value)}; it must be {kind}")
-    if option.allows and not option.allows(value):  # false for a NaN too
-        raise InvalidOption(f"{called}={shown(value)}; it must be {option.bounds}")
-    return value if is_whole else float(value)
+
+    sampling: Sampling
+    method: "Method | None"
+    eviction: "str | Eviction | None"
+    context_window: int | None
+    stop: Sequence[str]
+    stop_ids: Collection[int]
+    json_schema: Mapping[str, Any] | None
+    timeout: float | None
+    on_miss: OnMiss
+    draft: int
+
+    @classmethod
+    def of(cls, **options: Unpack[AnswerOptions]) -> "AnswerSettings":
+        """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
+        given = complete(AnswerOptions, options, "option of an answer")
+        if given["json_schema"] is not None and given["stop"]:
+            raise InvalidOption(
+                Given("stop", given["stop"]), " with json_schema: a stop string could cut the "
+                "JSON, which ends by itself; leave out either",
+            )  # fmt: skip
+        if given["method"] is not None:
+            from samkv_integrations.methods import get_method
+
+            given["method"] = get_method(given["method"])
+        sampling = Sampling(**{name: given.pop(name) for name in declared(SamplingOptions)})
+        return cls(sampling=sampling, **given)
+
+    def window_of(self, model: "Model") -> int:
+        """Most tokens of prompt and answer together."""
+        return min(self.context_window or model.context_window, model.context_window)

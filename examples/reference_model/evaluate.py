@@ -45,9 +45,12 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.lab.evaluation import f1_words
 from samkv_integrations.methods import get_method
+from samkv_integrations.option import PrefixPolicy
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+from samkv_integrations.option import PrefixPolicy
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 RECOMPUTE = "recompute"

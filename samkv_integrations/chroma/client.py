@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from samkv_integrations.errors import InvalidOption, MissingExtra, UnknownOption
+from samkv_integrations.errors import InvalidOption, MissingExtra, SamkvError, UnknownOption
 
 if TYPE_CHECKING:
     from chromadb.api import ClientAPI
@@ -237,7 +237,7 @@ def chroma_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         is_panic = type(error).__name__ == "PanicException"  # which nothing exports
         of_chroma = (ChromaError, TransportError, ValueError, TypeError)
-        if not (is_panic or isinstance(error, of_chroma)):
+        if isinstance(error, SamkvError) or not (is_panic or isinstance(error, of_chroma)):
             raise
         of_sqlite = re.search(r"\(code: (\d+)\)", str(error))
         is_refused = bool(of_sqlite and int(of_sqlite[1]) & 0xFF in _NO_ACCESS)

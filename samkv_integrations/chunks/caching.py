@@ -27,6 +27,7 @@ from samkv_integrations.store.base import IngestStore, Outage, StoredChunk
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.indexed import require
 from samkv_integrations.store.memory import MemoryChunk
+from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.windows import MIN_RUN
 
 Depth = Literal["exists", "opens", "whole"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from samkv_integrations.prompt.text import ModelText
-from samkv_integrations.runtimes.transformers.passes.prefill import PrefixPolicy
+from samkv_integrations.option import PrefixPolicy
 
 DOCUMENTS_BEFORE = (
     "[Lake Varen]\nLake Varen is a lake in the north of the country. It is about twelve kilometres "

@@ -16,7 +16,6 @@ import typer.core
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, store
-from samkv_integrations.cli.arguments import refuse_removed
 from samkv_integrations.cli.ask import ask, inspect, methods
 from samkv_integrations.cli.doctor import doctor
 from samkv_integrations.cli.ingest import ingest, remove
@@ -61,10 +60,6 @@ class _Commands(typer.core.TyperGroup):
     def make_context(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401
         with _in_one_line():
             return super().make_context(*args, **extra)
-
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # noqa: ANN401
-        refuse_removed((f"samkv {' '.join(args[:1])}", f"samkv {' '.join(args[:2])}"))
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         with _in_one_line():

@@ -1,99 +1,72 @@
-"""How commands declare their options, and the options that several commands share.
+"""How commands declare their flags, and the flags that several commands share.
 
-A command takes groups of options: dataclasses whose fields are flags, and the TypedDicts of
-`samkv_integrations.options`. The docstring below a field is the help of its flag.
+A command takes groups of flags: dataclasses, and the TypedDicts of `samkv_integrations.options`,
+whose options with ``has_flag`` become flags.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterable
-from copy import copy
+import shlex
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ForwardRef, Literal, get_type_hints, is_typeddict
+from typing import Annotated, Any, ForwardRef, get_type_hints, is_typeddict
 
 import typer
 import typer.core
 
-from samkv_integrations.errors import InvalidOption, SamkvError
-from samkv_integrations.option import declared, docstring_of
+from samkv_integrations import option
+from samkv_integrations.errors import Given, SamkvError, shown
+from samkv_integrations.option import declared
 from samkv_integrations.options import ModelOptions
 
-REMOVED = {
-    "samkv adapt": "ingest as usual, with the default prefix='documents'",
-    "samkv bench": "run 'python -m benchmarks' in a clone",
-    "samkv store export": "give --remote, or run 'samkv store push', also to file://FOLDER",
-    "samkv store import": "run 'samkv store pull --remote URL', with the same SAMKV_STORE_SECRET",
-    "samkv store warm": "read the files: 'cat .samkv/kv/*/*/*.safetensors > /dev/null'",
-    "samkv plan": "docs/scale.md has the sizes and times that it worked out",
-    "ask --questions": "run 'samkv tune --questions FILE', which counts right answers",
-    "doctor --questions": "run 'samkv tune --questions FILE', which counts right answers",
-    "quickstart --questions": "put questions.jsonl into the folder that --documents names",
-    "methods --markdown": "docs/methods.md has the table",
-    "pull --collection": "it fetches the caches of the whole namespace",
-    "sync --no-build": "call ChromaLink.sync(build_missing=False)",
-    "sync --no-prune": "call ChromaLink.sync(prune=False)",
-    "tune --agree": "give --lose POINTS: right answers are what counts",
-    "tune --asked-by": "give --questions FILE, with gold answers",
-    "tune --by": "right answers are what counts; --lose POINTS may be lost",
-    "tune --fresh": "every run asks all questions anew",
-    "tune --most": "give a shorter file of questions",
-    "tune --output": "redirect the output of --json to a file",
-    "--check": "run 'samkv tune --no-write' with questions that are new",
-    "--fall-back": "give --method recompute to a command, or write it into samkv.toml",
-    "--seed": "answers are greedy, and questions come in the order of their file",
-    **dict.fromkeys(
-        ("serve --ray", "serve --ray-address", "--replicas", "--replica-cpus", "--replica-gpus",
-         "--min-replicas", "--max-replicas"),
-        "start several servers behind a load balancer, on one --dir or --remote",
-    ),
-    "--route": "put a proxy that hashes 'x-session-id' before several servers",
+FURTHER = "Model, caches and engine"
+"""The group of flags that few questions need."""
+
+_PARAMETERS = {
+    "budget_ratio": "eviction_budget", "device_map": "device", "kv_dir": "folder",
+    "kv_remote": "remote", "model_name": "model",
 }  # fmt: skip
-"""Removed command or option, of one command or of any -> what takes its place."""
-
-IN_PYTHON = {"eviction_budget": "budget_ratio", "model": "model_name"}
-"""Parameter of a command -> what the library calls it, if it has another name there."""
-
-
-def refuse_removed(names: Iterable[str]) -> None:
-    """Raises InvalidOption for a command or an option that was removed."""
-    for name in names:
-        if name in REMOVED:
-            raise InvalidOption(f"{name!r} was removed; {REMOVED[name]}")
+"""Option of the library -> parameter of a command, if that has another name."""
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose errors name its flags, where the library names arguments."""
+    """A command whose help has groups of flags, and whose errors name flags."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        flags = [word.partition("=")[0] for word in args if word.startswith("--")]
-        refuse_removed(chain(flags, (f"{self.name} {flag}" for flag in flags)))
-        return super().parse_args(ctx, args)
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], FURTHER: []}
+        for each in self.get_params(ctx):
+            if (record := each.get_help_record(ctx)) is not None:
+                is_argument = each.param_type_name == "argument"
+                panel = getattr(each, "rich_help_panel", None)
+                title = "Arguments" if is_argument else panel or "Options"
+                groups[title].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # noqa: ANN401
         try:
             return super().invoke(ctx)
         except SamkvError as error:
-            told = str(error)
-            for option in self.params:
-                name, flag = option.name or "", option.opts[0]
-                if not flag.startswith("--"):
-                    continue
-                argument = IN_PYTHON.get(name, name)
-                source = ctx.get_parameter_source(name)
-                if source is not None and source.name == "COMMANDLINE":
-                    told = re.sub(f"^{argument}=", f"{flag} ", told)
-                # an advice, and no value that a file named before the colon holds
-                told = re.sub(rf"(?<!:) {argument}='?([\w.]+)'?", rf" {flag} \1", told)
-            error.args = (told,)
+            error.args = (error.told(self._as_flag),)
             raise
 
+    def _as_flag(self, given: Given) -> str:
+        """An option with its value as this command takes it; as in Python if it has no such."""
+        name = _PARAMETERS.get(given.option, given.option)
+        flags = {each.name: each.opts[0] for each in self.params if each.opts[0].startswith("--")}
+        if name not in flags:
+            return str(given)
+        is_word = isinstance(given.value, str | Path) and len(str(given.value)) < 80
+        return f"{flags[name]}={shlex.quote(str(given.value)) if is_word else shown(given.value)}"
 
-# -- groups of options --------------------------------------------------------------------------
+
+# -- groups of flags ----------------------------------------------------------------------------
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -120,48 +93,50 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags_of(group: Any) -> list[inspect.Parameter]:  # noqa: ANN401
+    """The parameters for typer of the options of a TypedDict, or of the fields of a dataclass."""
+    annotated: Any = Annotated  # type checkers refuse a type that is computed
     if is_typeddict(group):
-        options = declared(group).items()
-        rows = [(name, kind, each.default) for name, (kind, each) in options if each.flag]
+        rows = [
+            (name, annotated[_readable(kind), flag(group, name)], each.default)
+            for name, (kind, each) in declared(group).items()
+            if each.has_flag
+        ]
     else:
         hints = get_type_hints(group, include_extras=True)
         rows = [(each.name, hints[each.name], each.default) for each in fields(group)]
     return [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY,
+            name, inspect.Parameter.KEYWORD_ONLY, annotation=kind,
             default=inspect.Parameter.empty if default is MISSING else default,
-            annotation=_flag(name, kind, default, docstring_of(group, name)),
         )
         for name, kind, default in rows
     ]  # fmt: skip
 
 
-def _flag(name: str, kind: Any, default: object, help: str) -> Any:  # noqa: ANN401
-    """The type of a flag for typer, with its names and its help."""
-    info, *_ = getattr(kind, "__metadata__", [None])
-    kind = getattr(kind, "__origin__", kind)
-    if info is None:
-        # a switch that is off has no --no-...
-        info = typer.Option(f"--{name.replace('_', '-')}") if default is False else typer.Option()
-    info = copy(info)
-    info.help = help or info.help
-    if isinstance(kind, ForwardRef) or kind == int | str | None:  # typer knows no such types
-        kind = str if default else str | None
-    annotated: Any = Annotated  # type checkers refuse a type that is computed
-    return annotated[kind, info]
+def _readable(kind: Any) -> Any:  # noqa: ANN401
+    """The type of an option as typer knows one."""
+    return str | None if isinstance(kind, ForwardRef) or kind == int | str | None else kind
+
+
+def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa: ANN401
+    """The flag of a declared option.
+
+    names: the flag's, if not the option's. default: what takes the place of a flag that is not
+    given, if that is not the option's default.
+    """
+    option = declared(group)[name][1]
+    default = default or (option.unset if option.default is None else "")
+    words = f"{option.description} Default: {default}." if default else option.description
+    panel = None if option.is_everyday else FURTHER
+    return typer.Option(*names, help=words, rich_help_panel=panel)
 
 
 # -- of several commands ------------------------------------------------------------------------
 
-ModelName = Annotated[
-    str, typer.Option("--model", help=declared(ModelOptions)["model_name"][1].description)
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
-Weights = Annotated[
-    Literal["auto", "packed", "unpacked", "int8"],
-    typer.Option(help=declared(ModelOptions)["weights"][1].description),
-]
+ModelName = Annotated[str, flag(ModelOptions, "model_name", "--model")]
+Device = Annotated[str, flag(ModelOptions, "device_map", "--device")]
+Dtype = Annotated[str, flag(ModelOptions, "dtype")]
+Weights = Annotated[option.Weights, flag(ModelOptions, "weights")]
 # absolute, because Chroma remembers a folder under the name by which it was opened
 Folder = Annotated[
     Path,

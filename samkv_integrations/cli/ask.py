@@ -13,8 +13,9 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import Row, percent, visible
 from samkv_integrations.cli.loading import Answering, Asking, Index, words
-from samkv_integrations.errors import InvalidOption
-from samkv_integrations.options import OwnAnswerOptions, OwnEngineOptions, check_options
+from samkv_integrations.errors import Given, InvalidOption
+from samkv_integrations.option import check_options
+from samkv_integrations.options import AnswerOptions, EngineOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,20 +30,24 @@ TIMES = ("ttft", "answer")
 
 
 def ask(
-    index: Index, options: OwnEngineOptions, asking: Asking, answering: Answering,
-    of_answers: OwnAnswerOptions,
+    index: Index, options: EngineOptions, asking: Asking, answering: Answering,
+    of_answers: AnswerOptions,
     compare: Annotated[str, typer.Option(help="Methods to compare: NAME,NAME,...")] = "",
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Answer a question from the ingested chunks."""
     if compare and answering.method:
         raise InvalidOption(
-            f"--method {answering.method} and --compare {compare}; give one, as --compare names "
-            "all methods"
+            Given("method", answering.method),
+            " and ",
+            Given("compare", compare),
+            "; give one, as --compare names all methods",
         )
-    collection = index.collection(asking.collection)  # raises if there is no database
-    check_options(OwnAnswerOptions, of_answers)
+    check_options(AnswerOptions, of_answers)
+    check_options(EngineOptions, options)
+    index.require_folder()
     methods, rule = answering.methods(words(compare)), answering.rule
+    collection = index.collection(asking.collection)  # raises if there is no database
     (link,) = index.links([collection], **options)
     engine, most = link.engine, asking.max_new_tokens
     texts, sources, prompt = retrieved(link, asking.question, asking.top_k, asking.chat)
@@ -54,7 +59,7 @@ def ask(
         if is_compared:  # so that none reuses the prefix of another
             engine.prefixes.clear()
         answer = engine.generate(
-            prompt, texts, **of_answers | {"method": each, "eviction": rule}, max_new_tokens=most
+            prompt, texts, **of_answers | {"method": each, "eviction": rule, "max_new_tokens": most}
         )
         found.append({"question": asking.question, "sources": sources, **answer_row(answer)})
     rows, names = with_ratios(found), tables.sources_table(sources, texts)
@@ -99,7 +104,7 @@ def retrieved(
 
 
 def inspect(
-    index: Index, options: OwnEngineOptions, asking: Asking, answering: Answering,
+    index: Index, options: EngineOptions, asking: Asking, answering: Answering,
     html: Annotated[Path | None, typer.Option(help="Also write a web page to this file.")] = None,
     layer: Annotated[
         int | None, typer.Option(help="Show the tokens of this layer. Default: of any layer.")
@@ -109,11 +114,13 @@ def inspect(
     """Show which tokens of the chunks an answer kept, recomputed and dropped."""
     if html is not None and not html.parent.is_dir():
         raise InvalidOption(f"{html.parent} is not a folder; make it, or name another file")
+    check_options(EngineOptions, options)
+    index.require_folder()
+    method, rule, question = answering.chosen, answering.rule, asking.question
     collection = index.collection(asking.collection)
 
     from samkv_integrations.lab.inspection import inspect as inspect_answer
 
-    method, rule, question = answering.chosen, answering.rule, asking.question
     (link,) = index.links([collection], **options)
     texts, sources, prompt = retrieved(link, question, asking.top_k, asking.chat)
     names = {text.strip(): Path(one).name for text, one in zip(texts, sources, strict=True)}

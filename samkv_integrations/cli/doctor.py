@@ -9,7 +9,9 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import use_threads_for
+from samkv_integrations.cli.loading import require_model, use_threads_for
+from samkv_integrations.option import check_options
+from samkv_integrations.options import ModelOptions
 
 CHECK_FAILED = 1
 """Exit code if a model is not computed exactly."""
@@ -26,6 +28,9 @@ def doctor(
 
     It says when full prefill is faster. 'samkv tune' counts right answers.
     """
+    check_options(ModelOptions, {"dtype": dtype})
+    require_model(model)
+
     from tqdm.auto import tqdm
 
     from samkv_integrations.lab.doctor import examine

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from samkv_integrations.chroma.client import check_name
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
 from samkv_integrations.cli.loading import Collections, Index, Ingested, remember, use_threads_for
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.ingest.documents import SUFFIXES, read_document
+from samkv_integrations.option import check_options
+from samkv_integrations.options import StoreOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.link import ChromaLink
@@ -91,16 +94,23 @@ class Read:
 class OnRay:
     """Where chunks are computed: in this process, or by workers on Ray."""
 
-    on_ray: Annotated[bool, typer.Option("--ray")] = False
-    """Use several workers on Ray, each of which loads the model."""
-    ray_address: Annotated[str | None, typer.Option(hidden=True)] = None
-    """HOST:PORT of a Ray cluster, or auto. Default: this machine only."""
-    workers: Annotated[int | None, typer.Option(min=1)] = None
-    """Workers on Ray. [default: 2]"""
-    worker_cpus: Annotated[int | None, typer.Option(min=1, hidden=True)] = None
-    """CPUs of each. [default: 1]"""
-    worker_gpus: Annotated[float | None, typer.Option(min=0, hidden=True)] = None
-    """GPUs of each. [default: 0]"""
+    on_ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Use several workers on Ray, each of which loads the model."),
+    ] = False
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            hidden=True, help="HOST:PORT of a Ray cluster, or auto. Default: this machine only."
+        ),
+    ] = None
+    workers: Annotated[int | None, typer.Option(min=1, help="Workers on Ray. [default: 2]")] = None
+    worker_cpus: Annotated[
+        int | None, typer.Option(min=1, hidden=True, help="CPUs of each. [default: 1]")
+    ] = None
+    worker_gpus: Annotated[
+        float | None, typer.Option(min=0, hidden=True, help="GPUs of each. [default: 0]")
+    ] = None
 
     @property
     def pool(self) -> WorkerPool | None:
@@ -136,16 +146,16 @@ def ingest(
     code 1 if a document cannot be read, or a chunk cannot be cached; the others are ingested.
     """
     began, folder = time.perf_counter(), index.folder
-    found = find_documents(paths, leave_out=folder)  # raises before anything slow is imported
+    # raises before anything slow is imported
+    found, pool = find_documents(paths, leave_out=folder), ray.pool
+    check_options(StoreOptions, {"max_bytes": max_bytes})
+    check_name(collection)
 
-    from samkv_integrations.chroma.client import check_name
     from samkv_integrations.chroma.embedding import HashingEmbedding
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.ingest.cluster import add_on_ray, engine_of
 
-    check_name(collection)
-    database, pool = index.database, ray.pool
-    place = (index.namespace, collection)
+    database, place = index.database, (index.namespace, collection)
     is_new = True
     with suppress(InvalidOption):  # without a database
         is_new = collection not in database.names()

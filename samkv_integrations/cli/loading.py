@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.errors import EmptyInput, InvalidOption, ModelNotFound, UnknownOption
-from samkv_integrations.options import OwnEngineOptions
+from samkv_integrations.errors import EmptyInput, Given, InvalidOption, ModelNotFound, UnknownOption
+from samkv_integrations.option import check_options
+from samkv_integrations.options import DEFAULT_METHOD, EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.client import Database
@@ -37,14 +38,27 @@ def words(text: str) -> list[str]:
 class Answering:
     """The options that say how questions are answered."""
 
-    method: str | None = None
-    """See 'samkv methods'. Default: as tuned, else auto."""
-    settings: Annotated[list[str] | None, typer.Option("--set")] = None
-    """An option of the method, NAME=VALUE."""
-    eviction: str | None = None
-    """How an answer evicts KV entries, or none. See 'samkv methods'."""
-    eviction_budget: float | None = None
-    """Share of the prompt's KV entries that eviction keeps."""
+    method: Annotated[str | None, typer.Option(help="See 'samkv methods'. Default: auto.")] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="An option of the method, NAME=VALUE.", rich_help_panel=args.FURTHER
+        ),
+    ] = None
+    eviction: Annotated[
+        str | None,
+        typer.Option(
+            help="How an answer evicts KV entries, or none. See 'samkv methods'.",
+            rich_help_panel=args.FURTHER,
+        ),
+    ] = None
+    eviction_budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the prompt's KV entries that eviction keeps.",
+            rich_help_panel=args.FURTHER,
+        ),
+    ] = None
 
     def methods(self, compare: Sequence[str] = ()) -> list[Method]:
         """The methods of ``compare``, else the given one, with the settings that each has.
@@ -56,7 +70,10 @@ class Answering:
             UnknownOption: a method does not exist, or none of them has such an option.
             InvalidOption: a value has the wrong type, or is out of range.
         """
-        from samkv_integrations.methods import DEFAULT_METHOD, get_method
+        if not (compare or self.method or self.settings):
+            return []  # without a slow import
+
+        from samkv_integrations.methods import get_method
         from samkv_integrations.methods.base import option_names, with_option
 
         default = self.method or (DEFAULT_METHOD if self.settings else None)
@@ -86,6 +103,9 @@ class Answering:
             UnknownOption: the eviction does not exist.
             InvalidOption: the budget is out of range, or there is no eviction.
         """
+        if self.eviction is None and self.eviction_budget is None:
+            return None  # without a slow import
+
         from samkv_integrations.methods.eviction import get_eviction, with_budget
 
         rule, budget = get_eviction(self.eviction), self.eviction_budget
@@ -93,8 +113,7 @@ class Answering:
             return rule or self.eviction
         if rule is None:
             raise InvalidOption(
-                f"an eviction budget of {budget} without an eviction; name one, or leave the "
-                "budget out"
+                Given("eviction_budget", budget), " without an eviction; name one, or leave it out"
             )
         return with_budget(rule, budget)
 
@@ -103,26 +122,39 @@ class Answering:
 class Retrieval:
     """The options that say which chunks a question is asked about, and how."""
 
-    collection: str | None = None
-    """Name of the Chroma collection. Default: the only one, or documents."""
-    top_k: Annotated[int, typer.Option(min=1)] = 4
-    """Chunks to retrieve."""
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "--max-tokens", min=1)] = 64
-    """Most tokens of the answer."""
-    chat: Annotated[bool | None, typer.Option("--chat/--no-chat")] = None
-    """Use the model's chat template. Default: yes, except for 'builtin'."""
+    collection: Annotated[
+        str | None,
+        typer.Option(help="Name of the Chroma collection. Default: the only one, or documents."),
+    ] = None
+    top_k: Annotated[int, typer.Option(min=1, help="Chunks to retrieve.")] = 4
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "--max-tokens", min=1, help="Most tokens of the answer."),
+    ] = 64
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Use the model's chat template. Default: yes, except for 'builtin'.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asking(Retrieval):
     """A question, and the options that say which chunks it is asked about, and how."""
 
-    question: Annotated[str, typer.Argument(metavar="QUESTION")]
-    """What to ask."""
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to ask.")]
 
     def __post_init__(self) -> None:
         if not self.question.strip():
             raise EmptyInput("the question is empty; say what to ask")
+
+
+def require_model(model: str) -> None:
+    """Raises ModelNotFound if ``model`` is a path where nothing is; before a slow import."""
+    if model.startswith((".", "/")) and not Path(model).exists():
+        raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
 
 
 def use_threads_for(model: str) -> None:
@@ -147,10 +179,21 @@ class Caches:
     """The options that say where chunk caches are."""
 
     folder: args.Folder = Path(".samkv")
-    namespace: str = ""
-    """Namespace of the caches. Records have none: use another --collection as well."""
-    remote: Annotated[str | None, typer.Option(envvar="SAMKV_REMOTE")] = None
-    """Where machines share chunk caches: s3://BUCKET/PREFIX."""
+    namespace: Annotated[
+        str,
+        typer.Option(
+            help="Namespace of the caches. Records have none: use another --collection as well.",
+            rich_help_panel=args.FURTHER,
+        ),
+    ] = ""
+    remote: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SAMKV_REMOTE",
+            help="Where machines share chunk caches: s3://BUCKET/PREFIX.",
+            rich_help_panel=args.FURTHER,
+        ),
+    ] = None
 
     def store(self, *, is_new: bool = True) -> ChunkStore:
         """The store of ``samkv ingest --dir``.
@@ -172,8 +215,15 @@ class Caches:
 class Collections(Caches):
     """The options that say where chunk caches and the records of documents are."""
 
-    chroma: Annotated[str | None, typer.Option("--chroma", metavar="URL")] = None
-    """Chroma server with the records, http://HOST:PORT."""
+    chroma: Annotated[
+        str | None,
+        typer.Option(
+            "--chroma",
+            metavar="URL",
+            help="Chroma server with the records, http://HOST:PORT.",
+            rich_help_panel=args.FURTHER,
+        ),
+    ] = None
 
     @property
     def database(self) -> Database:
@@ -182,15 +232,19 @@ class Collections(Caches):
 
         return Database(self.folder / "chroma", self.chroma)
 
+    def require_folder(self) -> None:
+        """Raises InvalidOption if there can be no database."""
+        if self.chroma is None and not self.folder.is_dir():
+            raise InvalidOption(
+                f"{self.folder} does not exist; give the --dir that 'samkv ingest' used"
+            )
+
     def collection(self, given: str | None) -> str:
         """The name of the collection: the given one, else the only one, else ``documents``.
 
         Raises InvalidOption if there is no database, before anything slow is imported.
         """
-        if self.chroma is None and not self.folder.is_dir():
-            raise InvalidOption(
-                f"{self.folder} does not exist; give the --dir that 'samkv ingest' used"
-            )
+        self.require_folder()
         names = [] if given else self.database.names()
         return given or (names[0] if len(names) == 1 else "documents")
 
@@ -225,21 +279,23 @@ class Index(Collections):
     model, dtype, store_bits: None for those of the ingest.
     """
 
-    model: str | None = None
-    """A hub id, a folder, a GGUF file, 'smollm2' or 'builtin'. Default: as ingested, else
-    builtin."""
+    model: Annotated[
+        str | None,
+        args.flag(ModelOptions, "model_name", "--model", default="as ingested, else builtin"),
+    ] = None
     device: args.Device = "auto"
-    dtype: str | None = None
-    """auto, float32, bfloat16, float16. Default: as ingested, else auto."""
+    dtype: Annotated[
+        str | None, args.flag(ModelOptions, "dtype", default="as ingested, else auto")
+    ] = None
     weights: args.Weights = "auto"
-    store_bits: int | None = None
-    """Bits of the numbers in chunk caches: 4, 8, or 16 for the model's dtype. Default: as ingested,
-    else as tuned, else 4."""
+    store_bits: Annotated[
+        int | None, args.flag(EngineOptions, "store_bits", default="as ingested, else 4")
+    ] = None
 
     def __post_init__(self) -> None:
-        model = self.model or BUILTIN
-        if model.startswith((".", "/")) and not Path(model).exists():  # before a slow import
-            raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
+        check_options(ModelOptions, {"dtype": self.dtype or "auto"})
+        check_options(EngineOptions, {"store_bits": self.store_bits})
+        require_model(self.model or BUILTIN)
 
     def as_ingested(
         self, places: Sequence[tuple[str, str]], *, may_be_new: bool = False
@@ -273,7 +329,7 @@ class Index(Collections):
         )  # fmt: skip
 
     def source(
-        self, given: Ingested, max_bytes: str | None = None, **options: Unpack[OwnEngineOptions]
+        self, given: Ingested, max_bytes: str | None = None, **options: Unpack[EngineOptions]
     ) -> ModelSource:
         """What an engine over the chunk caches is made of.
 
@@ -289,14 +345,14 @@ class Index(Collections):
             max_bytes=max_bytes, store_bits=given.store_bits, **own,
         )  # fmt: skip
 
-    def engine(self, given: Ingested, **options: Unpack[OwnEngineOptions]) -> Engine:
+    def engine(self, given: Ingested, **options: Unpack[EngineOptions]) -> Engine:
         """An engine over the chunk caches, whose folder is created if necessary; see `source`."""
         from samkv_integrations.frameworks.engine_args import engine_of
 
         use_threads_for(given.model)
         return engine_of(self.source(given, **options))
 
-    def links(self, names: Sequence[str], **options: Unpack[OwnEngineOptions]) -> list[ChromaLink]:
+    def links(self, names: Sequence[str], **options: Unpack[EngineOptions]) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
 
         Raises InvalidOption if a collection does not exist or belongs to another namespace, or if

@@ -16,7 +16,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
 from samkv_integrations.cli.formatting import Row, count, ratio, seconds
 from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
-from samkv_integrations.cli.loading import BUILTIN, Index, Ingested
+from samkv_integrations.cli.loading import BUILTIN, Index, Ingested, require_model
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.ingest.documents import read_text
 
@@ -55,6 +55,7 @@ def quickstart(
     The documents are paragraphs of Wikipedia, in chunks of 512 tokens. Without the model smollm2 it
     runs the built-in model over documents that this one can read.
     """
+    require_model(model)
     samples = _samples_of(model, documents)
 
     from tqdm.auto import tqdm

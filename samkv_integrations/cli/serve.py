@@ -9,14 +9,11 @@ from typing import Annotated
 
 import typer
 
+from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import Answering, Index, use_threads_for
 from samkv_integrations.errors import InvalidOption, MissingExtra
-from samkv_integrations.options import (
-    EngineOptions,
-    OwnAnswerOptions,
-    OwnEngineOptions,
-    check_options,
-)
+from samkv_integrations.option import bytes_of, check_options
+from samkv_integrations.options import AnswerOptions, EngineOptions
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
@@ -25,34 +22,45 @@ KEYS_VARIABLE = "SAMKV_API_KEYS"
 class Serving:
     """Where the server listens, what it serves, and its limits."""
 
-    collection: list[str] | None = None
-    """A collection that clients may ask; repeat for more."""
-    name: Annotated[str | None, typer.Option(hidden=True)] = None
-    """The model's name for clients."""
-    host: str = "127.0.0.1"
-    """Address to listen on; other machines need API keys."""
-    port: int = 8000
-    """Port to listen on; 0 for a free one."""
-    api_keys: Path | None = None
-    """Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION..."""
-    max_batch: int = 8
-    """Most answers that are decoded together."""
-    max_waiting: Annotated[int, typer.Option(hidden=True)] = 64
-    """Most answers that wait."""
-    max_kv: Annotated[str | None, typer.Option(hidden=True)] = None
-    """Most KV bytes of all running answers: 8GB."""
+    collection: Annotated[
+        list[str] | None, typer.Option(help="A collection that clients may ask; repeat for more.")
+    ] = None
+    name: Annotated[str | None, typer.Option(hidden=True, help="The model's name for clients.")] = (
+        None
+    )
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other machines need API keys.")
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 8000
+    api_keys: Annotated[
+        Path | None, typer.Option(help="Lines of KEY, KEY NAMESPACE, KEY NAMESPACE COLLECTION...")
+    ] = None
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Most answers that are decoded together.")
+    ] = 8
+    max_waiting: Annotated[
+        int, typer.Option(min=0, hidden=True, help="Most answers that wait.")
+    ] = 64
+    max_kv: Annotated[
+        str | None, typer.Option(hidden=True, help="Most KV bytes of all running answers: 8GB.")
+    ] = None
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, hidden=True)
-    ] = 1024
-    """Most tokens of an answer whose client names no number."""
-    max_body: Annotated[str, typer.Option(hidden=True)] = "8MB"
-    """Most bytes of a request, such as 8MB."""
-    timeout: float | None = None
-    """Seconds, waiting included, after which an incomplete answer ends. Default: no limit."""
-    grace: Annotated[int, typer.Option(min=0, hidden=True)] = 30
-    """Seconds for running answers at shutdown."""
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", hidden=True)] = False
-    """Log prompts."""
+        int,
+        typer.Option(
+            "--max-tokens", "--max-new-tokens", min=1, hidden=True,
+            help="Most tokens of an answer whose client names no number.",
+        ),
+    ] = 1024  # fmt: skip
+    max_body: Annotated[
+        str, typer.Option(hidden=True, help="Most bytes of a request, such as 8MB.")
+    ] = "8MB"
+    timeout: Annotated[float | None, args.flag(AnswerOptions, "timeout")] = None
+    grace: Annotated[
+        int, typer.Option(min=0, hidden=True, help="Seconds for running answers at shutdown.")
+    ] = 30
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", hidden=True, help="Log prompts.")
+    ] = False
 
     @property
     def keys_text(self) -> str:
@@ -72,17 +80,25 @@ class Serving:
             ) from error
 
 
-def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: Answering) -> None:
+def serve(index: Index, options: EngineOptions, serving: Serving, answering: Answering) -> None:
     """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
     describes further options.
     """
-    text = serving.keys_text  # refused before anything is imported, which takes time
+    # refused before anything is imported, which takes time
+    text = serving.keys_text
+    check_options(EngineOptions, options)
+    check_options(AnswerOptions, {"timeout": serving.timeout})
+    if serving.max_kv is not None:
+        bytes_of("max_kv", serving.max_kv)
+    bytes_of("max_body", serving.max_body)
+    if serving.collection:
+        index.require_folder()
 
     from samkv_integrations.runtimes.transformers.loading import load_model
-    from samkv_integrations.serving.scheduler import Limits, Scheduler
-    from samkv_integrations.store.index import bytes_of
+    from samkv_integrations.serving.scheduler import Scheduler
+    from samkv_integrations.serving.turns import Limits
 
     try:
         from samkv_integrations.server.app import create_app
@@ -92,8 +108,6 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
     except ImportError as error:
         raise MissingExtra.of(error.name or "fastapi", "server") from error
 
-    check_options(EngineOptions, {"store_bits": index.store_bits})
-    check_options(OwnAnswerOptions, {"timeout": serving.timeout})
     limits = Limits(
         max_batch=serving.max_batch, max_waiting=serving.max_waiting,
         max_kv_bytes=None if serving.max_kv is None else bytes_of("max_kv", serving.max_kv),
@@ -111,10 +125,10 @@ def serve(index: Index, options: OwnEngineOptions, serving: Serving, answering: 
         database.collection(wanted)
     ingested = index.as_ingested(asked)
     model = ingested.model
-    of_engines = EngineOptions(
-        **options, method=answering.chosen, eviction=answering.rule,
-        store_bits=ingested.store_bits,
-    )  # fmt: skip
+    of_engines: EngineOptions = {
+        **options, "method": answering.chosen, "eviction": answering.rule,
+        "store_bits": ingested.store_bits,
+    }  # fmt: skip
     settings = Settings(
         model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
         most_tokens=serving.max_tokens, timeout_s=serving.timeout,

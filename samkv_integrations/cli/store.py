@@ -13,6 +13,7 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import Row, count, size
 from samkv_integrations.cli.loading import Caches, Index
 from samkv_integrations.errors import EmptyInput
+from samkv_integrations.option import bytes_of
 
 DAMAGE_LEFT = SOME_LEFT = 1
 """Exit code if damaged caches remain, or if caches could not be copied."""
@@ -32,30 +33,36 @@ NO_LIMIT = "none"
 class Synced:
     """What `sync` compares."""
 
-    collections: Annotated[list[str] | None, typer.Option("--collection")] = None
-    """A collection; repeat for more. Default: all."""
-    grace_s: Annotated[float, typer.Option("--grace")] = 3600.0
-    """Keep unused caches younger than this many seconds."""
+    collections: Annotated[
+        list[str] | None,
+        typer.Option("--collection", help="A collection; repeat for more. Default: all."),
+    ] = None
+    grace_s: Annotated[
+        float, typer.Option("--grace", help="Keep unused caches younger than this many seconds.")
+    ] = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
     """What `budget` sets."""
 
-    max_bytes: str | None = None
-    """A size such as 20GB, or none. Default: show the limit."""
-    namespace: str | None = None
-    """Limit this namespace only."""
+    max_bytes: Annotated[
+        str | None, typer.Option(help="A size such as 20GB, or none. Default: show the limit.")
+    ] = None
+    namespace: Annotated[str | None, typer.Option(help="Limit this namespace only.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forgotten:
     """What `forget` deletes."""
 
-    files: Annotated[list[Path] | None, typer.Argument(exists=True)] = None
-    """Documents whose cached chunks are deleted."""
-    texts: Annotated[list[str] | None, typer.Option("--text")] = None
-    """The text of a chunk; repeat for more."""
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(exists=True, help="Documents whose cached chunks are deleted."),
+    ] = None
+    texts: Annotated[
+        list[str] | None, typer.Option("--text", help="The text of a chunk; repeat for more.")
+    ] = None
 
 
 def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
@@ -163,13 +170,11 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
-    from samkv_integrations.store.index import bytes_of
-
+    is_none = limit.max_bytes in (None, NO_LIMIT)
+    n_bytes = None if is_none else bytes_of("max_bytes", str(limit.max_bytes))
     store = Caches(folder=folder).store()
     n_before = store.stats(everyone=True).n_chunks
     if limit.max_bytes is not None:
-        is_none = limit.max_bytes == NO_LIMIT
-        n_bytes = None if is_none else bytes_of("max_bytes", limit.max_bytes)
         most, quota = store.index.budget()
         if limit.namespace is None:
             most = n_bytes
@@ -217,15 +222,19 @@ def pull(
     as_json: args.Json = False,
 ) -> None:
     """Fetch caches of other machines, newest first, before questions need them."""
-    from samkv_integrations.store.index import bytes_of
+    limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
+
     from samkv_integrations.store.upkeep import pull as pull_caches
 
-    limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
     store = caches.store()
     done = pull_caches(store, max_bytes=limit, progress=True)
     tables.report("store pull", None, [asdict(done)], as_json=as_json)
 
 
-app = typer.Typer(help="Inspect and maintain the folder of chunk caches.", no_args_is_help=True)
+app = typer.Typer(
+    help="Inspect and maintain the folder of chunk caches.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 for each in (stats, sync, forget, gc, verify, budget, push, pull):
     app.command(cls=args.Command)(args.with_flags(each))

@@ -16,6 +16,7 @@ from samkv_integrations.cli.loading import Index, Retrieval
 from samkv_integrations.errors import EmptyInput
 
 if TYPE_CHECKING:
+    from samkv_integrations.lab.tuning import Setting
     from samkv_integrations.store.disk import ChunkStore
 
 
@@ -23,14 +24,19 @@ if TYPE_CHECKING:
 class Tuning:
     """What is asked, and what a setting may lose."""
 
-    questions: Annotated[Path, typer.Option(exists=True)]
-    """JSON Lines file: question, answers, and documents if they are known."""
-    lose: float = 3.0
-    """Accepted loss of right answers against full prefill, in points."""
-    minutes: float = 10.0
-    """Most minutes of measuring."""
-    writes: Annotated[bool, typer.Option("--write/--no-write")] = True
-    """Write the setting beside the caches."""
+    questions: Annotated[
+        Path,
+        typer.Option(
+            exists=True, help="JSON Lines file: question, answers, and documents if they are known."
+        ),
+    ]
+    lose: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Accepted loss of right answers against full prefill, in points."
+        ),
+    ] = 3.0  # fmt: skip
+    minutes: Annotated[float, typer.Option(min=0, help="Most minutes of measuring.")] = 10.0
 
 
 LEGEND = """\
@@ -39,19 +45,35 @@ points: right answers more than full prefill, on the same questions, with 95 % i
 first token, KV: shares of full prefill's"""
 
 
+def as_flags(setting: Setting) -> str:
+    """A setting as flags of 'samkv ask' and 'samkv serve'."""
+    flags = [f"--method {setting.method}", *(f"--set {option}" for option in setting.set)]
+    flags += [f"--eviction {setting.eviction}"] if setting.eviction else []
+    return " ".join([*flags, f"--store-bits {setting.store_bits}"])
+
+
+def as_arguments(setting: Setting) -> str:
+    """A setting as arguments of `Engine` and, without options of the method, of an LLM."""
+    method = repr(setting.method)
+    for option in setting.set:
+        method = f"with_option(get_method({method}), {option!r})"
+    words = [f"method={method}"]
+    words += [f"eviction={setting.eviction!r}"] if setting.eviction else []
+    return ", ".join([*words, f"store_bits={setting.store_bits}"])
+
+
 def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json = False) -> None:
     """Find the fastest setting with as many right answers as full prefill, on your questions."""
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine import Engine
     from samkv_integrations.lab.evaluation import is_in_documents, read_questions
-    from samkv_integrations.lab.tuned import write_tuned
     from samkv_integrations.lab.tuning import (
         FULL,
         LEAST_QUESTIONS,
         Measurer,
         Run,
+        Setting,
         candidates,
-        recommended,
         with_documents,
     )
     from samkv_integrations.runtimes.transformers.costs import name_of
@@ -72,13 +94,15 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     as_before = index.as_ingested([(index.namespace, collection)])
     index.store()  # raises if there is none
     made = index.engine(as_before)  # whose memory would change what is measured
-    engine = Engine(made.model, made.store, scheduler=made.scheduler, prefix_bytes=0)
+    engine = Engine(
+        made.model, made.store, scheduler=made.scheduler, store_bits=made.store_bits,
+        prefix_bytes=0,
+    )  # fmt: skip
     store = cast("ChunkStore", engine.store)
     require(store, engine.fingerprint)
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
-    settings = candidates(engine.model.name, engine.store_bits)
-    methods = {label: setting.to_method() for label, setting in settings.items()}
-    measurer = Measurer(engine, methods, max_new_tokens=most, chat=in_chat)
+    settings = candidates(engine.store_bits)
+    measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
     typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
     if store.note(name_of(engine.model)) is None:  # `auto` decides by what passes cost
@@ -87,8 +111,8 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         ChromaLink(opened, engine), asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat
     )
     result = run.tune([*settings], retrieved.questions)
-    setting = recommended(result, settings, lose, collection)
-    written = write_tuned(store.path, setting) if tuning.writes and setting else None
+    full = Setting(method=FULL, store_bits=engine.store_bits)
+    setting = full if result.chosen is None else settings[result.chosen.label]
     left_out = {
         "without_answers": len(given) - len(with_gold), "repeated": len(with_gold) - len(asked),
         "too_long": retrieved.too_long, "uncached": retrieved.uncached,
@@ -96,12 +120,10 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     n_elsewhere = sum(
         not is_in_documents(one.answers, one.documents) for one in retrieved.questions
     )
-    line = setting.line if setting else f"--method {FULL}"
     more = {
         "lose": lose / 100, **left_out, "answers_in_no_document": n_elsewhere,
-        "recommended": line, "why": result.why,
+        "recommended": as_flags(setting), "arguments": as_arguments(setting), "why": result.why,
         "held_out": [asdict(one) for one in result.held_out],
-        "written": str(written) if written else None,
     }  # fmt: skip
     told: list[Any] = []
     reasons = ", ".join(f"{n} {why.replace('_', ' ')}" for why, n in left_out.items() if n)
@@ -123,9 +145,10 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         ]  # fmt: skip
         if cells:
             told += [f"\n{title}:", tables.table(titles, cells)]
-    why = "" if setting else f": {result.why}"
-    told += [LEGEND, f"\nRecommended: {line}{why}"]
-    if written is not None:
-        told.append(f"Written to {written}, for {as_before.model!r}; explicit arguments win.")
+    why = f": {result.why}" if result.why else ""
+    told += [
+        LEGEND, f"\nRecommended: {setting.label}{why}",
+        f"  for commands: {as_flags(setting)}", f"  in Python: {as_arguments(setting)}",
+    ]  # fmt: skip
     rows = [asdict(one) for one in result.standings]
     tables.report("tune", as_before.model, rows, *told, as_json=as_json, more=more)

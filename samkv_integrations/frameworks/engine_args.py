@@ -13,13 +13,16 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.frameworks.fields import (
     OWN_ENGINE_OPTIONS,
     Arguments,
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.options import EngineOptions, check_options
+from samkv_integrations.option import bytes_of, check_options
+from samkv_integrations.options import EngineOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
@@ -81,7 +84,7 @@ def engine_of(source: ModelSource) -> Engine:
     Raises InvalidOption if an argument would be ignored, MissingExtra if no runtime is installed.
     """
     from samkv_integrations import ChunkStore, Engine, MemoryStore
-    from samkv_integrations.store.index import bytes_of
+    from samkv_integrations.option import bytes_of
 
     for loaded, names in MADE_BY.items():
         for name in names:
@@ -130,7 +133,7 @@ def facts_of(engine: Engine) -> dict[str, Any]:
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
     """Raises InvalidOption if another argument in ``source`` contradicts the given engine."""
-    from samkv_integrations.store.index import bytes_of
+    from samkv_integrations.option import bytes_of
 
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
@@ -161,8 +164,8 @@ def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> N
         is_unset = given in (None, value) or (name == "model_name" and not given)
         if not is_unset and (given != "auto" or name in facts):
             raise InvalidOption(
-                f"{name}={(str(given) if name == 'kv_dir' else given)!r}, but the model or engine "
-                f"that was given has {value!r}; leave out either"
+                Given(name, (str(given) if name == "kv_dir" else given)),
+                f", but the model or engine that was given has {value!r}; leave out either",
             )
 
 
@@ -171,8 +174,9 @@ def _require_no(*names: str, of: ModelSource) -> None:
     for name in names:
         if value := getattr(of, name):
             raise InvalidOption(
-                f"{name}={value!r} is for chunk caches in a folder, and these are kept in memory; "
-                "give kv_dir as well"
+                Given(name, value),
+                " is for chunk caches in a folder, and these are kept in memory; "
+                "give kv_dir as well",
             )
 
 

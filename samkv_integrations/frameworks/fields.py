@@ -1,17 +1,16 @@
 """Options as fields of pydantic models, which the LLMs of both frameworks are.
 
-The descriptions are those of the declarations in `samkv_integrations.options`; a test compares
-names and defaults.
+A field repeats the name and the type of an option, for type checkers; its default and its
+description are those of the declaration in `samkv_integrations.options`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -23,18 +22,10 @@ from pydantic import (
     model_validator,
 )
 
-from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.option import Declared, declared
-from samkv_integrations.options import (
-    DECLARED,
-    EngineOptions,
-    ModelOptions,
-    OnMiss,
-    OwnAnswerOptions,
-    StoreOptions,
-)
-
-_Model = TypeVar("_Model", bound=BaseModel)
+from samkv_integrations.errors import Given, InvalidOption, SamkvError, UnknownOption
+from samkv_integrations.option import OnMiss, Weights, declared
+from samkv_integrations.options import AnswerOptions, EngineOptions, ModelOptions, SamplingOptions, StoreOptions
+from samkv_integrations.option import OnMiss
 
 
 class Arguments(BaseModel):
@@ -46,6 +37,16 @@ class Arguments(BaseModel):
     _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"torch_dtype": "give dtype"})
     """Name of an option that is given elsewhere -> where to give it."""
 
+    if not TYPE_CHECKING:  # type checkers take the fields for the arguments
+
+        def __init__(self, *args: Any, **given: Any) -> None:
+            try:
+                super().__init__(*args, **given)
+            except ValidationError as error:  # pydantic puts every ValueError into its own
+                if (ours := _ours(error)) is None:
+                    raise
+                raise ours from ours.__cause__
+
     @model_validator(mode="wrap")
     @classmethod
     def _validated(cls, given: Any, build: ModelWrapValidatorHandler[Self]) -> Self:  # noqa: ANN401
@@ -54,13 +55,15 @@ class Arguments(BaseModel):
         try:
             made = build(cls._arguments(given))
         except ValidationError as error:
+            if (ours := _ours(error)) is not None:
+                raise ours from error
             first = error.errors()[0]
             # the rest of loc names the types that pydantic has tried
-            name = first["loc"][0] if first["loc"] else cls.__name__
-            value = given.get(str(name), first["input"])
-            meant = cls.model_fields[name].description if name in cls.model_fields else None
-            meaning = f". {name}: {' '.join(meant.replace('``', '').split())}" if meant else ""
-            raise InvalidOption(f"{name}={value!r}: {first['msg']}{meaning}") from error
+            name = str(first["loc"][0]) if first["loc"] else cls.__name__
+            field = cls.model_fields.get(name)
+            meaning = f". {name}: {field.description}" if field and field.description else ""
+            value = given.get(name, first["input"])
+            raise InvalidOption(Given(name, value), f": {first['msg']}{meaning}") from error
         made._use()
         return made
 
@@ -90,6 +93,12 @@ class Arguments(BaseModel):
         return said
 
 
+def _ours(error: ValidationError) -> SamkvError | None:
+    """The error of this package that a validator raised, if that is the first one."""
+    found = error.errors()[0].get("ctx", {}).get("error")
+    return found if isinstance(found, SamkvError) else None
+
+
 def unknown_option(
     kind: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
 ) -> UnknownOption:
@@ -99,76 +108,70 @@ def unknown_option(
     return UnknownOption.among(kind, name, known)
 
 
-_OF_ANSWERS = declared(OwnAnswerOptions)
-_OF_ENGINES = {n: each for n, each in declared(EngineOptions).items() if n not in _OF_ANSWERS}
+_ANSWER, _ENGINE = declared(AnswerOptions), declared(EngineOptions)
+_DECLARED = {**declared(ModelOptions), **declared(StoreOptions), **_ENGINE, **_ANSWER}
 
 
-def described(options: Declared, unset: str = "") -> Callable[[type[_Model]], type[_Model]]:
-    """Gives the fields of a pydantic class the descriptions of the options of these names.
-
-    unset: what None stands for, where an option has no None of its own.
-    """
-
-    def describe(fields: type[_Model]) -> type[_Model]:
-        for name, field in fields.model_fields.items():
-            if name in options:
-                option = options[name][1]
-                field.description = replace(option, unset=option.unset or unset).sentence
-        return fields
-
-    return describe
+def _of(name: str, **more: Any) -> Any:  # noqa: ANN401
+    """The field of an option. more: arguments of pydantic's `Field`."""
+    option = _DECLARED[name][1]
+    if isinstance(option.default, dict):
+        return Field(default_factory=dict, description=option.text, **more)
+    return Field(**{"default": option.default, "description": option.text, **more})
 
 
 # Pydantic does not validate methods and the like: the checks of the options list what is allowed.
 
 
-@described({**declared(ModelOptions), **declared(StoreOptions)})
-@described(_OF_ENGINES, unset="the engine's")
 class EngineFields(BaseModel):
     """The model, the store and the engine that an LLM is made of."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
-    model_name: str = ""
-    tokenizer_name: str | None = None
-    device_map: str | None = "auto"
-    dtype: str = "auto"
-    weights: Literal["auto", "packed", "unpacked", "int8"] = "auto"
-    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
-    tokenizer_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
-    kv_dir: str | Path | None = None
-    kv_remote: str | None = None
-    namespace: str | None = None
-    max_bytes: int | str | None = None
-    store_bits: int | None = None
-    prefix_bytes: int | str | None = None
-    hot_bytes: int | str | None = None
+    model_name: str = _of("model_name")
+    tokenizer_name: str | None = _of("tokenizer_name")
+    device_map: str | None = _of("device_map")
+    dtype: str = _of("dtype")
+    weights: Weights = _of("weights")
+    model_kwargs: dict[str, Any] = _of("model_kwargs", repr=False)
+    tokenizer_kwargs: dict[str, Any] = _of("tokenizer_kwargs", repr=False)
+    kv_dir: str | Path | None = _of("kv_dir")
+    kv_remote: str | None = _of("kv_remote")
+    namespace: str | None = _of("namespace")
+    max_bytes: int | str | None = _of("max_bytes")
+    store_bits: int | None = _of("store_bits")
+    prefix_bytes: int | str | None = _of("prefix_bytes")
+    hot_bytes: int | str | None = _of("hot_bytes")
 
 
-@described(_OF_ANSWERS)
 class AnswerFields(BaseModel):
     """Options of every answer of an LLM."""
 
-    method: SkipValidation[str | None] = None
-    eviction: SkipValidation[str | None] = None
-    timeout: float | None = None
-    on_miss: SkipValidation[OnMiss] = "compute"
-    draft: int = 7
+    method: SkipValidation[str | None] = _of("method")
+    eviction: SkipValidation[str | None] = _of("eviction")
+    timeout: float | None = _of("timeout")
+    on_miss: SkipValidation[OnMiss] = _of("on_miss")
+    draft: int = _of("draft")
 
 
-@described(DECLARED)
 class SamplingFields(BaseModel):
     """Options of sampling; None for their defaults."""
 
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    seed: int | None = _of("seed", default=None)
+    repetition_penalty: float | None = _of("repetition_penalty")
+    temperature: float | None = _of("temperature", default=None)
+    top_k: int | None = _of("top_k", default=None)
+    top_p: float | None = _of("top_p", default=None)
+    min_p: float | None = _of("min_p", default=None)
 
 
-OWN_ENGINE_OPTIONS = tuple(name for name, (_, each) in _OF_ENGINES.items() if each.in_llms)
+SAMPLING = tuple(declared(SamplingOptions))
+"""Options of sampling."""
+OWN_ENGINE_OPTIONS = tuple(
+    name for name, (_, each) in _ENGINE.items() if each.of_llms and name not in _ANSWER
+)
 """Options of engines that are no options of an answer, and fields of LLMs."""
-OWN_ANSWER_OPTIONS = tuple(name for name, (_, each) in _OF_ANSWERS.items() if each.in_llms)
+OWN_ANSWER_OPTIONS = tuple(
+    name for name, (_, each) in _ANSWER.items() if each.of_llms and name not in SAMPLING
+)
 """Options of answers that are fields of LLMs, beside those of sampling."""

@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 from samkv_integrations.frameworks.engine_args import (
     AnEngine,
     EngineRef,
@@ -20,31 +22,29 @@ from samkv_integrations.frameworks.engine_args import (
 from samkv_integrations.frameworks.fields import (
     OWN_ANSWER_OPTIONS,
     OWN_ENGINE_OPTIONS,
+    SAMPLING,
     AnswerFields,
     Arguments,
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.options import (
-    OPTIONS,
-    EngineOptions,
-    OwnAnswerOptions,
-    check_option,
-    check_options,
-)
+from samkv_integrations.option import check_options, declared
+from samkv_integrations.options import AnswerOptions, AnswerSettings, EngineOptions
+from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes import require_runtime
 
 # -- options of a call ----------------------------------------------------------------------------
 
-GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", "timeout", *OPTIONS} - {"max_new_tokens"}))
-CALL_KWARGS = (*GENERATE_KWARGS, "max_tokens", "max_new_tokens")
-_OF_THE_LLM = tuple(name for name in OWN_ANSWER_OPTIONS if name != "timeout")
-ONE_CALL_KWARGS = (*CALL_KWARGS, *_OF_THE_LLM, "json_schema")
-"""The options of one call: also arguments of the LLM, and a schema, which no LLM has."""
-DEFAULT_MAX_NEW_TOKENS: int = OPTIONS["max_new_tokens"].default
+GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", "timeout", *SAMPLING} - {"max_new_tokens"}))
+"""Options of calls that an LLM may have for every call."""
+OF_AN_LLM = ("context_window", "stop_ids")
+"""Options of answers that a call cannot override."""
+CALL_KWARGS = tuple(sorted({"do_sample", "max_tokens", *declared(AnswerOptions)} - {*OF_AN_LLM}))
+"""The options of one call, `transformers`' and LangChain's names included."""
+_LENGTH = declared(AnswerOptions)["max_new_tokens"][1]
+DEFAULT_MAX_NEW_TOKENS: int = _LENGTH.default
 
-WITHOUT_EFFECT: Mapping[str, tuple[object, str]] = MappingProxyType(
+OF_TRANSFORMERS: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "return_full_text": (False, "an answer never repeats its prompt"),
         "skip_prompt": (True, "an answer never repeats its prompt"),
@@ -52,24 +52,18 @@ WITHOUT_EFFECT: Mapping[str, tuple[object, str]] = MappingProxyType(
         "num_return_sequences": (1, "a prompt has one answer"),
         "num_beams": (1, "there is no beam search"),
         "use_cache": (True, "an answer always goes on from its KV entries"),
+        "pad_token_id": (..., "a single prompt is never padded"),
+        "max_length": (None, "it would count the prompt as well; give max_new_tokens"),
+        "eos_token_id": (None, "give stopping_ids to the LLM; the model's own are known"),
     }
 )
-"""Option of transformers that has no effect here -> the only value that is accepted, and why."""
-
-ANY_VALUE = ("pad_token_id",)
-"""Options of transformers that are ignored: a single prompt is never padded."""
-
-# Option that is given in the wrong place -> what to do instead.
-_INSTEAD = {
-    **{name: f"give {name} to the LLM, or to a call" for name in ("max_new_tokens", *_OF_THE_LLM)},
-    "max_length": "it would count the prompt as well; give max_new_tokens",
-    "eos_token_id": "give stopping_ids to the LLM; the model's own are known",
-}
+"""Option of transformers that changes nothing here -> the value that is accepted, and why. ``None``
+stands for no value, ``...`` for any."""
 
 
 def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """The options that are not None. Raises UnknownOption or InvalidOption for a wrong one."""
-    from samkv_integrations.plan.request import AnswerSettings  # with the modules of the engine
+    from samkv_integrations.options import AnswerSettings
 
     options = known_options("option in generate_kwargs", given, GENERATE_KWARGS)
     AnswerSettings.of(**to_options({}, options, max_new_tokens))  # raises if one is out of range
@@ -86,7 +80,7 @@ def to_options(
 
     ``do_sample`` becomes a temperature: 0 for False; for True 1, unless one is given.
     """
-    own = known_options("option of a call", given, ONE_CALL_KWARGS)
+    own = known_options("option of a call", given, CALL_KWARGS)
     options = {**defaults, **own}
     if "json_schema" in own and "stop" not in own:
         options.pop("stop", None)  # JSON ends by itself, and what ends other answers would cut it
@@ -94,7 +88,7 @@ def to_options(
         options.pop("do_sample", None)  # a call that gives a temperature wants that
     do_sample = options.pop("do_sample", None)
     if do_sample is not None and not isinstance(do_sample, bool):
-        raise InvalidOption(f"do_sample={do_sample!r}; it must be True or False")
+        raise InvalidOption(Given("do_sample", do_sample), "; it must be True or False")
     if do_sample is False:
         options["temperature"] = 0.0
     elif do_sample and options.setdefault("temperature", 1.0) == 0:
@@ -102,7 +96,7 @@ def to_options(
     if "max_tokens" in options and "max_new_tokens" in options:
         raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
     for name in own.keys() & {"max_tokens", "max_new_tokens"}:
-        check_option("max_new_tokens", own[name], name)
+        check_length(name, own[name])
     length = options.pop("max_tokens", max_new_tokens)
     options.setdefault("max_new_tokens", DEFAULT_MAX_NEW_TOKENS if length is None else length)
     if isinstance(options.get("stop"), str):
@@ -117,20 +111,30 @@ def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> 
 
     Raises:
         UnknownOption: an option is not among ``known``.
-        InvalidOption: an option of `WITHOUT_EFFECT` has another value than the accepted one.
+        InvalidOption: an option of `OF_TRANSFORMERS` has another value than the accepted one.
     """
     found = {}
     for name, value in given.items():
         if name in known:
             if value is not None:
                 found[name] = value
-        elif name in WITHOUT_EFFECT:
-            allowed, why = WITHOUT_EFFECT[name]
-            if value is not None and value != allowed:
-                raise InvalidOption(f"{name}={value!r}; {why}, leave it out or give {allowed}")
-        elif name not in ANY_VALUE:
-            raise unknown_option(kind, name, known, _INSTEAD)
+            continue
+        if name not in OF_TRANSFORMERS:
+            is_ours = name in CALL_KWARGS
+            instead = {name: f"give {name} to the LLM, or to a call"} if is_ours else {}
+            raise unknown_option(kind, name, known, instead)
+        allowed, why = OF_TRANSFORMERS[name]
+        if allowed is None:
+            raise UnknownOption(f"{name!r} is no {kind}: {why}")
+        if value is not None and allowed is not ... and value != allowed:
+            raise InvalidOption(Given(name, value), f"; {why}, leave it out or give {allowed}")
     return found
+
+
+def check_length(called: str, value: object) -> None:
+    """Raises InvalidOption for a wrong number of tokens. called: its giver's name of the option."""
+    assert _LENGTH.check is not None
+    _LENGTH.check(called, value)
 
 
 # -- the LLM -----------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         names = (*OWN_ENGINE_OPTIONS, *OWN_ANSWER_OPTIONS)
         given = {name: getattr(self, name) for name in names}
         check_options(EngineOptions, given)
-        check_options(OwnAnswerOptions, given)
+        check_options(AnswerOptions, given)
 
     def _source(self) -> ModelSource:
         given = {name: getattr(self, name) for name in EngineFields.model_fields}
@@ -260,15 +264,17 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         model = self.engine.model
         if not 0 < context_window <= model.context_window:
             raise InvalidOption(
-                f"context_window={context_window}; {model.name!r} has {model.context_window}, give "
-                "1 to that, or None for all of it"
+                Given("context_window", context_window),
+                f"; {model.name!r} has "
+                f"{model.context_window}, give 1 to that, or None for all of it",
             )
         model.end_ids(self.stopping_ids)
         for name, number in max_tokens.items():
             if number >= context_window:
                 raise InvalidOption(
-                    f"{name}={number} leaves no room for a prompt in the context window of "
-                    f"{model.name!r}, {context_window} tokens; give less"
+                    Given(name, number),
+                    " leaves no room for a prompt in the context window of "
+                    f"{model.name!r}, {context_window} tokens; give less",
                 )
 
     # -- calls ------------------------------------------------------------------------------

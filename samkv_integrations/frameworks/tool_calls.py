@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 
 if TYPE_CHECKING:
     from samkv_integrations.prompt.reader import Prompt
@@ -80,8 +80,9 @@ def form_of(model: Model) -> ToolForm:
     template = model.tool_template
     if template is None:
         raise InvalidOption(
-            f"tools=...: the chat template of {model.name!r} takes no tools; retrieve in the "
-            "chain, or use a model whose template does"
+            Given("tools", ...),
+            f": the chat template of {model.name!r} takes no tools; retrieve in the "
+            "chain, or use a model whose template does",
         )
     if _OPEN in template and "<function=" not in template and "<arg_key>" not in template:
         return ToolForm("arguments", tagged=True)  # Hermes, Qwen2.5, Qwen3
@@ -90,9 +91,10 @@ def form_of(model: Model) -> ToolForm:
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return ToolForm("arguments", tagged=False)  # Mistral
     raise InvalidOption(
-        f"tools=...: the chat template of {model.name!r} takes tools, but writes calls in an "
+        Given("tools", ...),
+        f": the chat template of {model.name!r} takes tools, but writes calls in an "
         "unsupported format; supported: Hermes and Qwen (<tool_call>), Llama 3, Mistral "
-        "([TOOL_CALLS])"
+        "([TOOL_CALLS])",
     )
 
 
@@ -129,8 +131,8 @@ class ToolUse:
             names = tuple(str(tool["function"]["name"]) for tool in tools)
         except (TypeError, KeyError) as error:
             raise InvalidOption(
-                f"tools={tools!r:.80}; give a list of tools, each a mapping with 'function', which "
-                "has a 'name'"
+                Given("tools", tools),
+                "; give a list of tools, each a mapping with 'function', which has a 'name'",
             ) from error
         if isinstance(choice, Mapping):
             function = choice.get("function", choice)
@@ -143,8 +145,8 @@ class ToolUse:
             forced = (str(choice),)
         else:
             raise InvalidOption(
-                f"tool_choice={choice!r:.80}; allowed: none, auto, any, required, or one of "
-                f"{', '.join(names):.200}"
+                Given("tool_choice", choice),
+                f"; allowed: none, auto, any, required, or one of {', '.join(names):.200}",
             )
         return cls(tuple(tools), form_of(model), forced)
 
@@ -358,7 +360,7 @@ def arguments_of(given: object) -> dict[str, Any]:
     """The arguments of a call, also from JSON. Raises InvalidOption unless they are an object."""
     found = _json(given or "{}") if isinstance(given, str) else given
     if not isinstance(found, dict):
-        raise InvalidOption(f"arguments={given!r:.80} of a call; they must be an object")
+        raise InvalidOption(Given("arguments", given), " of a call; they must be an object")
     return found
 
 

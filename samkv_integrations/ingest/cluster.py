@@ -26,7 +26,7 @@ from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.chunks.caching import progress_bar
 from samkv_integrations.store.chunk import ChunkRef
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import ClusterError, InvalidChunk, InvalidOption, MissingExtra
+from samkv_integrations.errors import ClusterError, Given, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.runtimes.transformers.loading import bfloat16_is_slow
 from samkv_integrations.runtimes.transformers.passes.prefill import batches
@@ -185,8 +185,9 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
         )
     if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(torch.device("cpu")):
         raise InvalidOption(
-            "dtype='auto' may choose another dtype on the workers' GPUs than on this machine; give "
-            "'bfloat16' or 'float32'"
+            Given("dtype", "auto"),
+            " may choose another dtype on the workers' GPUs than on this machine; give "
+            "'bfloat16' or 'float32'",
         )
     return source.model_copy(
         update={
@@ -333,9 +334,11 @@ class WorkerPool:
         for name, least in (("n_workers", 1), ("n_cpus", 1), ("n_gpus", 0)):
             value = getattr(self, name)
             if not value >= least or (least and type(value) is not int):
-                raise InvalidOption(f"{name}={value!r}; give a number of at least {least}")
+                raise InvalidOption(Given(name, value), f"; give a number of at least {least}")
         if self.address not in (None, "auto") and not _ADDRESS.fullmatch(str(self.address)):
-            raise InvalidOption(f"address={self.address!r}; give HOST:PORT of a cluster, or 'auto'")
+            raise InvalidOption(
+                Given("address", self.address), "; give HOST:PORT of a cluster, or 'auto'"
+            )
 
     @contextmanager
     def connected(self) -> Iterator[Any]:

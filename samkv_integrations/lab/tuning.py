@@ -6,21 +6,20 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from statistics import mean, median
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from samkv_integrations.chroma.link import ChromaLink, nearest
-from samkv_integrations.cli import formatting
-from samkv_integrations.cli.formatting import count
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import EmptyInput, InvalidOption
+from samkv_integrations.errors import EmptyInput, Given, InvalidOption
 from samkv_integrations.lab.evaluation import Paired, Question, is_right
-from samkv_integrations.lab.tuned import TunedSetting
+# LOST from samkv_integrations.lab.tuned import TunedSetting
 from samkv_integrations.methods import METHODS, Method
 from samkv_integrations.methods.eviction import NO_EVICTION
+from samkv_integrations.methods import Method, get_method
+from samkv_integrations.methods.base import with_option
 from samkv_integrations.serving.stream import Answer
 
 FULL = "recompute"
@@ -58,30 +57,50 @@ MOST_TRIED = 3
 LEAST_RIGHT = 0.1
 """Full prefill must exceed this share of right answers. With fewer there is little to lose."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an engine or a command may be given.
+
+    method: a name. set: options of the method, each ``NAME=VALUE``. eviction: a name; None for the
+    method's own. store_bits: of the caches that it is measured on.
+    """
+
+    method: str
+    set: tuple[str, ...] = ()
+    eviction: str | None = None
+    store_bits: int
+
+    @property
+    def label(self) -> str:
+        """A short name, such as ``auto, first=48, quest``."""
+        options = (option.partition(".")[2] for option in self.set)
+        return ", ".join(filter(None, (self.method, *options, self.eviction)))
+
+    @property
+    def with_options(self) -> Method:
+        """The method with its options."""
+        method = get_method(self.method)
+        for option in self.set:
+            method = with_option(method, option)
+        return method
+
+
 _CANDIDATES: Sequence[Mapping[str, Any]] = (
     {"method": "reuse"},
-    {"method": "reuse", "eviction": "quest", "eviction_budget": 0.1},
+    {"method": "reuse", "eviction": "quest"},
     {"method": "epic"},
     # `auto` is `samkv-guided`, with full prefill where that is faster
-    {"method": "auto", "eviction": "quest", "eviction_budget": 0.1},
+    {"method": "auto", "eviction": "quest"},
     {"method": "auto"},
     {"method": "auto", "set": ("recompute.first=48",)},
 )
 
 
-def candidates(model: str, store_bits: int) -> dict[str, TunedSetting]:
+def candidates(store_bits: int) -> dict[str, Setting]:
     """The settings to try, by label, roughly cheapest first. store_bits: of the caches."""
-    made = [TunedSetting(model=model, store_bits=store_bits, **words) for words in _CANDIDATES]
-    return {as_label(setting): setting for setting in made}
-
-
-def as_label(setting: TunedSetting) -> str:
-    """A short name of a setting, such as ``auto, first=48, quest@0.1``."""
-    words = [setting.method, *(option.partition(".")[2] for option in setting.set)]
-    if setting.eviction != NO_EVICTION:
-        budget = "" if setting.eviction_budget is None else f"@{setting.eviction_budget:g}"
-        words.append(f"{setting.eviction}{budget}")
-    return ", ".join(words)
+    made = [Setting(store_bits=store_bits, **words) for words in _CANDIDATES]
+    return {setting.label: setting for setting in made}
 
 
 # -- questions ------------------------------------------------------------------------------------
@@ -122,7 +141,7 @@ def with_documents(
             found.append(ready)
     if len(found) < LEAST_QUESTIONS:
         raise EmptyInput(
-            f"{len(found)} of {count(len(asked), 'question')} can be asked, and {LEAST_QUESTIONS} "
+            f"of {len(asked)} questions {len(found)} can be asked, and {LEAST_QUESTIONS} "
             f"are needed: {too_long} too long for the context window, {uncached} with chunks "
             "without a cache; give more questions, retrieve fewer chunks with --top-k, or run "
             "'samkv store sync'"
@@ -150,15 +169,17 @@ class Compared:
 class Measurer:
     """Answers questions by full prefill and by other methods. The store is only read.
 
-    engine: without a prefix cache. methods: by label. chat: whether prompts go through the chat
+    engine: without a prefix cache. settings: by label. chat: whether prompts go through the chat
     template.
     """
 
     def __init__(
-        self, engine: Engine, methods: Mapping[str, Method], *, max_new_tokens: int, chat: bool
+        self, engine: Engine, settings: Mapping[str, Setting], *, max_new_tokens: int, chat: bool
     ) -> None:
         self._engine, self._chat, self._max_new_tokens = engine, chat, max_new_tokens
-        self._methods = {FULL: METHODS[FULL], **methods}
+        full = Setting(method=FULL, store_bits=engine.store_bits)
+        self._settings = {FULL: full, **settings}
+        self._methods = {label: each.with_options for label, each in self._settings.items()}
         self._warm: set[str] = set()
 
     def compare(self, question: Question, labels: Sequence[str]) -> list[Compared]:
@@ -184,7 +205,7 @@ class Measurer:
     def _answer(self, question: Question, label: str, max_new_tokens: int) -> Answer:
         return self._engine.generate(
             question.prompt(chat=self._chat), question.documents, method=self._methods[label],
-            on_miss="text", max_new_tokens=max_new_tokens,
+            eviction=self._settings[label].eviction, on_miss="text", max_new_tokens=max_new_tokens,
         )  # fmt: skip
 
 
@@ -247,10 +268,10 @@ class Run:
     ) -> None:
         if not 0 <= lose < 100:
             raise InvalidOption(
-                f"lose={lose:g}; it must be a number of points from 0 to below 100, as in 3"
+                Given("lose", lose), "; it must be a number of points from 0 to below 100, as in 3"
             )
         if not minutes > 0:
-            raise InvalidOption(f"minutes={minutes:g}; it must be above 0")
+            raise InvalidOption(Given("minutes", minutes), "; it must be above 0")
         self._compare, self._lose, self._minutes, self._clock = compare, lose, minutes, clock
         self._least = -lose / 100
 
@@ -341,27 +362,3 @@ class Run:
         """
         step = math.floor(math.log(max(each.ttft_ratio, 1e-6), NOISE))
         return max(0.0, self._least - each.difference), step, -each.difference, each.kv_ratio
-
-
-def recommended(
-    result: Result, settings: Mapping[str, TunedSetting], lose: float, collection: str
-) -> TunedSetting | None:
-    """The entry of ``samkv.toml`` with its measured figures; None for full prefill.
-
-    Differences in the entry are shares, not percentage points.
-    """
-    chosen = result.chosen
-    if chosen is None:
-        return None
-    return replace(
-        settings[chosen.label],
-        measured={
-            "collection": collection,
-            "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "version": formatting.version(),
-            "lose": lose / 100,
-            "held_out_tries": len(result.held_out),
-            **{name: round(vars(chosen)[name], 4) for name in Paired.__dataclass_fields__},
-            "first_token_of_full_prefill": round(chosen.ttft_ratio, 4),
-        },
-    )

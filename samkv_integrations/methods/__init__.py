@@ -40,8 +40,6 @@ METHODS: Mapping[str, Method] = Table[Method](
 Other distributions add methods by entry points of the group ``samkv.methods``.
 """
 
-DEFAULT_METHOD = "auto"
-
 
 def get_method(name: str | Method) -> Method:
     """The method called ``name``; a `Method` is returned as it is.

@@ -21,6 +21,10 @@ import numpy as np
 
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.errors import Given, InvalidOption, UnknownOption
+from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
+from samkv_integrations.methods.eviction import Eviction
 
 if TYPE_CHECKING:
     from samkv_integrations.prompt.layout import Layout, Mask
@@ -129,16 +133,18 @@ class Method:
             if not isinstance(part, kind):
                 hint = f"; did you mean {part.__name__}()?" if isinstance(part, type) else ""
                 raise InvalidOption(
-                    f"{name}={part!r} of method {self.name!r}; it must be an object of a subclass "
-                    f"of {kind.__name__}{hint}"
+                    Given(name, part),
+                    f" of method {self.name!r}; it must be an object of a subclass "
+                    f"of {kind.__name__}{hint}",
                 )
             if not isinstance(part.needs, frozenset) or not part.needs <= NEEDED:
                 raise InvalidOption(
-                    f"needs={part.needs!r} of {name} of method {self.name!r}; it must be a "
-                    f"frozenset of names out of {', '.join(sorted(NEEDED))}"
+                    Given("needs", part.needs),
+                    f" of {name} of method {self.name!r}; it must be a "
+                    f"frozenset of names out of {', '.join(sorted(NEEDED))}",
                 )
         if self.positions not in ("global", "local"):
-            raise InvalidOption(f"positions={self.positions!r}; allowed: global, local")
+            raise InvalidOption(Given("positions", self.positions), "; allowed: global, local")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -174,7 +180,7 @@ class Method:
 def check_ratio(name: str, value: float | None) -> None:
     """Raise InvalidOption unless ``value`` is a share between 0 and 1."""
     if value is None or not 0 <= value <= 1:
-        raise InvalidOption(f"{name}={value}; it must be between 0 and 1")
+        raise InvalidOption(Given(name, value), "; it must be between 0 and 1")
 
 
 MOST_TOKENS = 2**31
@@ -184,9 +190,11 @@ MOST_TOKENS = 2**31
 def check_count(name: str, value: int) -> None:
     """Raise InvalidOption unless ``value`` is a whole number from 0 to `MOST_TOKENS`."""
     if not isinstance(value, int) or isinstance(value, bool) or value > MOST_TOKENS:
-        raise InvalidOption(f"{name}={value!r}; it must be a whole number, at most {MOST_TOKENS}")
+        raise InvalidOption(
+            Given(name, value), f"; it must be a whole number, at most {MOST_TOKENS}"
+        )
     if value < 0:
-        raise InvalidOption(f"{name}={value}; it must be 0 or more")
+        raise InvalidOption(Given(name, value), "; it must be 0 or more")
 
 
 def option_names(method: Method) -> tuple[str, ...]:
@@ -223,5 +231,5 @@ def with_option(method: Method, setting: str) -> Method:
         TypeAdapter(get_type_hints(type(part))[field]).validate_python(value, strict=True)
     except ValidationError as error:
         why = "; or ".join(each["msg"] for each in error.errors())
-        raise InvalidOption(f"{name}={text} of {method.name!r}: {why}") from error
+        raise InvalidOption(Given(name, text), f" of {method.name!r}: {why}") from error
     return replace(method, **{part_name: replace(part, **{field: value})})

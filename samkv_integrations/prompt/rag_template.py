@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.store.chunk import normalise
+from samkv_integrations.errors import Given, InvalidOption
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
 _RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"
@@ -24,7 +26,7 @@ def check_texts(what: str, texts: Iterable[str]) -> list[str]:
     if isinstance(texts, str):
         raise InvalidOption(f"one text was given for {what} ({texts[:40]!r}); put it into a list")
     if not isinstance(texts, Iterable):
-        raise InvalidOption(f"{what}={texts!r}; it must be a list of strings")
+        raise InvalidOption(Given(what, texts), "; it must be a list of strings")
     found = list(texts)
     for text in found:
         if not isinstance(text, str):
@@ -35,7 +37,7 @@ def check_texts(what: str, texts: Iterable[str]) -> list[str]:
 def check_text(what: str, text: object) -> None:
     """Raises InvalidOption unless ``text`` is a string; what: the name of the argument."""
     if not isinstance(text, str):
-        raise InvalidOption(f"{what}={text!r}; it must be a string")
+        raise InvalidOption(Given(what, text), "; it must be a string")
 
 
 def shorten(text: str, limit: int = 60) -> str:

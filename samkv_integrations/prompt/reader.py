@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
+from samkv_integrations.errors import Given, InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.store.chunk import ChunkRef, Fingerprint
-from samkv_integrations.errors import InvalidOption, PromptTooLong, StoreError
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt
@@ -60,7 +60,7 @@ class PromptReader:
         turns: object = prompt.messages if isinstance(prompt, Chat) else prompt
         if not isinstance(turns, Sequence) or not turns:
             raise InvalidOption(
-                f"prompt={turns!r}; it must be a string, or a list of chat messages"
+                Given("prompt", turns), "; it must be a string, or a list of chat messages"
             )
         if most is not None and len(turns) > most:
             raise self._too_long(f"a chat of {len(turns)} turns", most)

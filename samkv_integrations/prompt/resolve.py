@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.layout import PromptChunk
 from samkv_integrations.store.base import ChunkReader, Outage, Store, StoredChunk
 

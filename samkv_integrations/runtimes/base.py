@@ -30,7 +30,7 @@ from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.text import ModelText
-from samkv_integrations.runtimes.transformers.sampling import Sampling
+from samkv_integrations.options import Sampling
 from samkv_integrations.store.base import Store, StoredChunk
 
 Logits = Any

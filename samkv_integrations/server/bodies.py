@@ -21,10 +21,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.frameworks.fields import AnswerFields, SamplingFields
 from samkv_integrations.frameworks.tool_calls import ToolCall, arguments_of, turn_of
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.report import Report
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
@@ -226,7 +227,9 @@ class ResponseFormat(Body):
         if self.type == "json_object":
             return {"type": "object"}
         if self.json_schema is None:
-            raise InvalidOption("response_format=json_schema without json_schema; give it")
+            raise InvalidOption(
+                Given("response_format", "json_schema"), " without json_schema; give it"
+            )
         return self.json_schema.schema_
 
 
@@ -333,14 +336,15 @@ class AskedInChat(Asked):
         if self.tools and self.tool_choice != "none":
             if "json_schema" in options:
                 raise InvalidOption(
-                    "tools=... and a JSON schema for the answer exclude each other; leave one out, "
-                    "or give tool_choice='none'"
+                    Given("tools", ...),
+                    " and a JSON schema for the answer exclude each other; leave one out, "
+                    "or give tool_choice='none'",
                 )
             options["tools"] = [each.tool for each in self.tools]
             options["tool_choice"] = self.tool_choice
         # LlamaIndex's OpenAILike requires a call even where it gives no tools
         elif self.tool_choice not in ("none", "auto", "required"):
-            raise InvalidOption(f"tool_choice={self.tool_choice!r:.80} without tools; give both")
+            raise InvalidOption(Given("tool_choice", self.tool_choice), " without tools; give both")
         return options
 
 

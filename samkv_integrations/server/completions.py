@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.frameworks.tool_calls import ShownText, ToolCall, ToolUse, with_tools
-from samkv_integrations.plan.request import AnswerOptions
+from samkv_integrations.options import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report
 from samkv_integrations.server.bodies import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,6 @@ _STORE = (
     "the server's store of chunk caches failed; its log says how, under the x-request-id of this "
     "response"
 )
-_FIELD = re.compile(r"(\w+)=|unknown (\w+) ")
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
 """Characters of a message; the middle of a longer one, such as a value, is left out."""
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
@@ -93,8 +91,7 @@ class Failure(HTTPException):
         message = _TOO_LATE if isinstance(error, TimedOut) else str(error)
         if names is not None:
             message = message.replace(repr(names[0]), repr(names[1]))
-        named = _FIELD.match(message) if status == 400 else None
-        param = (named[1] or named[2]) if named else None
+        param = error.option if status == 400 else None
         return cls(
             status, message, type=kind, code=code or ("invalid_value" if param else None),
             param=param,

@@ -29,7 +29,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.plan.request import AnswerOptions
+from samkv_integrations.options import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.tenancy import Tenancy, Tenant

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from samkv_integrations.report import Report, Reports, Stage
 
 if TYPE_CHECKING:
-    from samkv_integrations.plan.request import AnswerSettings
+    from samkv_integrations.options import AnswerSettings
 
 _log = logging.getLogger(__name__)
 

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NoReturn, Self, TypeVar, TypeVarTuple, Unpack
 
-from samkv_integrations.errors import TimedOut
+from samkv_integrations.errors import Given, TimedOut
 from samkv_integrations.plan.request import Request
 from samkv_integrations.report import Report
 from samkv_integrations.serving.listeners import Audience
-from samkv_integrations.serving.scheduler import (
-    AHEAD,
-    FinishReason,
-    NothingCame,
-    Piece,
-    RunningAnswer,
-    Scheduler,
-)
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.turns import AHEAD
+from samkv_integrations.serving.answers import FinishReason
+from samkv_integrations.serving.answers import NothingCame
+from samkv_integrations.serving.answers import Piece
+from samkv_integrations.serving.answers import RunningAnswer
 
 _Given = TypeVarTuple("_Given")
 _Made = TypeVar("_Made")
@@ -126,8 +124,9 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, NothingCame):
             error = TimedOut(
-                f"timeout={self._request.settings.timeout}: the answer was not complete after that "
-                "many seconds; give more, or ask for fewer tokens"
+                Given("timeout", self._request.settings.timeout),
+                ": the answer was not complete after that "
+                "many seconds; give more, or ask for fewer tokens",
             )
             error.__suppress_context__ = True
         if not self._is_over:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 
 FORMAT_VERSION = 5
 SECRET_BYTES = 32
@@ -35,7 +37,9 @@ class BlockScheme:
 
     def __post_init__(self) -> None:
         if type(self.size) is not int:
-            raise InvalidOption(f"block_size={self.size!r}; it must be a whole number, or 'auto'")
+            raise InvalidOption(
+                Given("block_size", self.size), "; it must be a whole number, or 'auto'"
+            )
         if self.size < 1 or self.n_init < 0 or self.n_local < 0:
             raise InvalidOption(
                 f"block scheme {self}: size must be at least 1, n_init and n_local at least 0"
@@ -158,13 +162,13 @@ def check_namespace(namespace: str) -> str:
     """The namespace. Raises InvalidOption if it is too long, or cannot be written as UTF-8."""
     if not isinstance(namespace, str) or len(namespace) > MAX_NAMESPACE:
         raise InvalidOption(
-            f"namespace={namespace!r:.60}; it must be a string of at most {MAX_NAMESPACE} "
-            "characters"
+            Given("namespace", namespace),
+            f"; it must be a string of at most {MAX_NAMESPACE} characters",
         )
     try:
         namespace.encode()
     except UnicodeEncodeError as error:
-        raise InvalidOption(f"namespace={namespace!r:.60} holds a lone surrogate") from error
+        raise InvalidOption(Given("namespace", namespace), " holds a lone surrogate") from error
     return namespace
 
 
@@ -172,7 +176,9 @@ def check_keys(keys: Iterable[object]) -> None:
     """Raises InvalidOption for what cannot be a key in any store."""
     for key in keys:
         if not isinstance(key, str) or any("\ud800" <= letter <= "\udfff" for letter in key):
-            raise InvalidOption(f"key={key!r:.60}; it must be a string, as `keys` of a store gives")
+            raise InvalidOption(
+                Given("key", key), "; it must be a string, as `keys` of a store gives"
+            )
 
 
 def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:

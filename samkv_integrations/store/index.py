@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 import sqlite3
 import time
@@ -24,6 +23,8 @@ import numpy as np
 
 from samkv_integrations.store.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+from samkv_integrations.store.chunk import ChunkCache, Fingerprint, normalise
+from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.store.chunk_file import ChunkFile, FileLayout, text_bytes
 from samkv_integrations.store.database import BRIEF_S, Database
 from samkv_integrations.store.windows import MAX_PLACES, Found, Ids, Windows
@@ -36,7 +37,6 @@ was missing or damaged. The text of all of them is known."""
 MOST = 2**63 - 1
 """SQLite's largest integer."""
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
 
 Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
@@ -485,20 +485,3 @@ class IndexedChunks:
                         (data,) = connection.execute(of_chunk, [chunk]).fetchone()
                         ids[key] = np.frombuffer(data, "<i4")
         return places, ids
-
-
-def bytes_of(name: str, size: int | str) -> int:
-    """The bytes of a size: a whole number, or a text such as ``500MB``, ``1.5 GiB`` or ``4096``.
-
-    name: of the option, for InvalidOption, which is raised for anything else.
-    """
-    n_bytes: float | None = size if type(size) is int else None
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found:
-        power = "_kmgt".index((found[2] or "_").lower())
-        n_bytes = float(found[1]) * (1024 if found[3] else 1000) ** power
-    if n_bytes is None or not 1 <= n_bytes <= MOST:
-        raise InvalidOption(
-            f"{name}={size!r:.40}; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
-        )
-    return int(n_bytes)

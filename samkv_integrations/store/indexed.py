@@ -19,7 +19,8 @@ from samkv_integrations.store.chunk import (
 )
 from samkv_integrations.errors import FingerprintMismatch, InvalidOption, StoreError
 from samkv_integrations.store.base import IngestStore, Notes
-from samkv_integrations.store.index import EVICTED, Index, IndexedChunks, bytes_of
+from samkv_integrations.store.index import EVICTED, Index, IndexedChunks
+from samkv_integrations.option import bytes_of
 from samkv_integrations.store.windows import ChunkIndex
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.errors import CacheMiss, InvalidOption, MissingExtra
+from samkv_integrations.errors import CacheMiss, Given, InvalidOption, MissingExtra
 from samkv_integrations.store.chunk_file import open_regular
 from samkv_integrations.store.folder import written
 
@@ -60,13 +60,15 @@ class Objects:
             raise MissingExtra.of(error.name or url.partition(":")[0], "remote") from error
         except (ValueError, TypeError, AttributeError) as error:
             raise InvalidOption(
-                f"remote={url!r:.200} cannot be opened: {error}; give a URL of fsspec, such as "
-                "'s3://bucket/prefix' or 'file:///mnt/share/kv', and remote_options= as a mapping"
+                Given("remote", url),
+                f" cannot be opened: {error}; give a URL of fsspec, such as "
+                "'s3://bucket/prefix' or 'file:///mnt/share/kv', and remote_options= as a mapping",
             ) from error
         if "://" not in url or not root.strip("/"):
             raise InvalidOption(
-                f"remote={url!r} names no place; give a URL with a bucket or folder, such as "
-                "'s3://bucket/prefix' or 'file:///mnt/share/kv'"
+                Given("remote", url),
+                " names no place; give a URL with a bucket or folder, such as "
+                "'s3://bucket/prefix' or 'file:///mnt/share/kv'",
             )
         self.url, self.root = url, root.rstrip("/")
         self.is_local = isinstance(self._fs, LocalFileSystem)

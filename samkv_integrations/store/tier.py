@@ -25,6 +25,8 @@ from typing import Any
 
 from samkv_integrations.store.chunk import FORMAT_VERSION
 from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
+from samkv_integrations.store.chunk import FORMAT_VERSION
+from samkv_integrations.errors import CacheMiss, Given, InvalidOption, SamkvError, StoreError
 from samkv_integrations.store.base import Outage
 from samkv_integrations.store.chunk_file import ChunkFile, open_regular
 from samkv_integrations.store.folder import ChunkFolder, check_of, folder_named, marker_fields
@@ -66,8 +68,9 @@ def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Ob
         place, own = folder_named("remote", objects.root).resolve(), folder.resolve()
         if place.is_relative_to(own) or own.is_relative_to(place):
             raise InvalidOption(
-                f"remote={url!r} and {folder}, the folder of the store, lie in each other: other "
-                "machines would read the store's secret; name a place outside"
+                Given("remote", url),
+                f" and {folder}, the folder of the store, lie in each other: other "
+                "machines would read the store's secret; name a place outside",
             )
     return objects
 

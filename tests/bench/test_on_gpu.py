@@ -35,8 +35,7 @@ def test_the_dry_run_measures_every_part(tmp_path: Path):
     assert read == [False, False, True] * 2
     assert {row["over_plain"] for row in of_first if row["where"] == "plain"} == {1.0}
     later = [(row["batch"], row["steps"]) for row in rows if "steps" in row]
-    assert later == [(n, name) for n in (1, 8) for name in ("plain", "ours", "graphs")]
-    assert [row["has_graphs"] for row in rows if "has_graphs" in row] == [True]
+    assert later == [(n, name) for n in (1, 8) for name in ("plain", "ours")]
     assert [row["same"] for row in rows if "same" in row] == [4, 4]
     assert [row["exit"] for row in rows if "exit" in row] == [0], "skipped without a GPU"
 

@@ -55,7 +55,7 @@ def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     without = rows_of("ask", RECORDS[0].question, "--compare", "reuse,samkv-overwrite")
     assert not any("ttft_ratio" in row for row in without)
     both = error_of("ask", "Who?", "--method", "reuse", "--compare", "recompute,epic")
-    assert "--method reuse and --compare recompute,epic; give one" in both
+    assert "--method=reuse and --compare=recompute,epic; give one" in both
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_a_store_of_other_bits(town: Path, tiny: str) -> None:
     for command in (("ask", "Who?"), ("store", "sync")):
         line = error_of(*command, "--store-bits", "4")
         assert (
-            "store_bits is 4 here and 16 there; next step: ingest again, or give --store-bits 16"
+            "store_bits is 4 here and 16 there; next step: ingest again, or give --store-bits=16"
             in line
         )
     (row,) = rows_of("ask", "Who?", "--max-new-tokens", "1")

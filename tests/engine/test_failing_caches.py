@@ -18,7 +18,9 @@ from samkv_integrations.errors import (
     InvalidOption,
     StoreError,
 )
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
+from samkv_integrations.option import OnMiss
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.memory import MemoryChunk

@@ -10,7 +10,7 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving.scheduler import RunningAnswer
+from samkv_integrations.serving.answers import RunningAnswer
 from tests.support.costs import ONE_PASS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 from tests.support.records import COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin

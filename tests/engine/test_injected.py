@@ -10,9 +10,11 @@ import pytest
 from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.options import OnMiss
-from samkv_integrations.plan.first_token import first_token
-from samkv_integrations.plan.request import FirstToken, Request
+from samkv_integrations.option import OnMiss
+from samkv_integrations.option import OnMiss
+from samkv_integrations.serving.first_token import first_token
+from samkv_integrations.plan.request import Request
+from samkv_integrations.serving.first_token import FirstToken
 from samkv_integrations.serving import scheduler as scheduler_module
 from tests.support.covering import covering
 from tests.support.handles import issued

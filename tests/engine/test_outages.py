@@ -20,7 +20,7 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import StoreError
-from samkv_integrations.options import OnMiss
+from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.resolve import MAX_HELD
 from tests.support.handles import issued
 from tests.support.models import tiny_model

@@ -19,7 +19,7 @@ from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction,
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.eviction import get_eviction
 from samkv_integrations.methods.costs import CostModel
-from samkv_integrations.plan.request import FirstToken
+from samkv_integrations.serving.first_token import FirstToken
 from samkv_integrations.runtimes.transformers.eviction import (
     H2O,
     InfLLM,

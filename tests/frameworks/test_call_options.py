@@ -11,13 +11,15 @@ from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, TimedOut, UnknownOption
-from samkv_integrations.frameworks.local_llm import ANY_VALUE, WITHOUT_EFFECT
+from samkv_integrations.frameworks.local_llm import OF_TRANSFORMERS
 from tests.support.models import tiny_model
 
 KINDS = (ChatSamKV, SamKV)
-HARMLESS = {name: value for name, (value, _) in WITHOUT_EFFECT.items()} | dict.fromkeys(
-    ANY_VALUE, 0
-)
+HARMLESS = {
+    name: 0 if value is ... else value
+    for name, (value, _) in OF_TRANSFORMERS.items() if value is not None
+}  # fmt: skip
+WITHOUT_EFFECT = {name: row for name, row in OF_TRANSFORMERS.items() if row[0] not in (None, ...)}
 SOON = 1e-9
 LATE = r"timeout=1e-09: the answer was not complete after that many seconds; give more"
 

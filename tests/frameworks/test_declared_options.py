@@ -1,7 +1,6 @@
 """An option is declared once: fields, flags, arguments and the reference are made of it."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +13,19 @@ from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, options
 from samkv_integrations.cli.app import app
+from samkv_integrations.errors import UnknownOption
 from samkv_integrations.option import declared
-from samkv_integrations.server.bodies import Samkv
+from samkv_integrations.server.bodies import ChatRequest, Samkv
+from tests.support.models import tiny_model
 
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
 OF_LLMS = {
     name: option
     for group in (
-        options.ModelOptions, options.StoreOptions, options.EngineOptions, options.OwnAnswerOptions,
+        options.ModelOptions, options.StoreOptions, options.EngineOptions, options.AnswerOptions,
     )
     for name, (_, option) in declared(group).items()
-    if option.in_llms
+    if option.of_llms and name not in declared(options.SamplingOptions)
 }  # fmt: skip
 
 
@@ -49,30 +50,30 @@ class TestAllThatThereAre:
     def test_are_flags(self, command: str) -> None:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
-        flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.flag}
+        flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.has_flag}
         assert flags == {"hot_bytes", "prefix_bytes"} <= known
         if command == "ask":
-            of_answers = declared(options.OwnAnswerOptions).items()
-            flags = {name for name, (_, each) in of_answers if each.flag}
+            of_answers = declared(options.AnswerOptions).items()
+            flags = {name for name, (_, each) in of_answers if each.has_flag}
             assert flags == {"draft", "on_miss", "timeout"} <= known
 
     def test_are_fields_of_the_server(self) -> None:
-        for name, (_, option) in declared(options.OwnAnswerOptions).items():
-            assert (name in Samkv.model_fields) is option.in_llms
+        for name in declared(options.AnswerOptions):
+            assert (name in Samkv.model_fields) is (name in OF_LLMS)
+        of_sampling = declared(options.SamplingOptions).keys() - {"max_new_tokens"}
+        assert of_sampling <= ChatRequest.model_fields.keys() & ChatSamKV.model_fields.keys()
 
     def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
-        for group in ("ModelOptions", "StoreOptions", "EngineOptions", "OwnAnswerOptions"):
+        for group in ("ModelOptions", "StoreOptions", "EngineOptions", "AnswerOptions"):
             shown = table_of(f"{options.__name__}.{group}")
             for name, (_, option) in declared(getattr(options, group)).items():
                 assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown
-        assert "| `top_k` | `0` |" in table_of("samkv_integrations.options.SamplingOptions")
 
-    def test_are_arguments_of_an_engine_with_the_same_defaults(self) -> None:
-        found = inspect.signature(Engine).parameters
-        known = declared(options.EngineOptions)
-        assert found.keys() - known.keys() == {"model", "store", "scheduler"}
-        for name, (_, option) in known.items():
-            assert found[name].default == option.default, name
+    def test_are_arguments_of_an_engine(self) -> None:
+        with pytest.raises(UnknownOption, match=r"'hotbytes'.*did you mean 'hot_bytes'"):
+            Engine(tiny_model(), hotbytes=1)  # type: ignore[call-arg]
+        engine = Engine(tiny_model(), method=None, store_bits=None)
+        assert (engine.method.name, engine.store_bits) == ("auto", 4)
 
 
 @pytest.mark.parametrize("kind", LLMS)
@@ -85,7 +86,5 @@ def test_fields_keep_their_types_in_schemas_and_read_texts(kind: Any) -> None:
 
 @pytest.mark.parametrize("name", OF_LLMS)
 def test_fields_have_the_declared_defaults(name: str) -> None:
-    """Of what an engine has as well, the default is None: the engine's."""
-    of_engines = declared(options.EngineOptions).keys() - declared(options.OwnAnswerOptions).keys()
     found = SamKVLLM.model_fields[name].get_default(call_default_factory=True)
-    assert found == (None if name in of_engines else OF_LLMS[name].default)
+    assert found == OF_LLMS[name].default

@@ -15,11 +15,13 @@ from langchain_samkv.base import LocalModel
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.options import OPTIONS
+# LOST from samkv_integrations.options import OPTIONS
+from samkv_integrations.option import declared
+from samkv_integrations.options import SamplingOptions
 from tests.support.asked import listen
 from tests.support.records import builtin
 
-NAMES = sorted(OPTIONS.keys() - {"max_new_tokens"})
+NAMES = sorted(declared(SamplingOptions).keys() - {"max_new_tokens"})
 PROMPT = "Question: Where was Tobias Trulman born?"
 IN_RANGE = {"temperature": 0.5, "top_p": 0.5, "min_p": 0.5, "top_k": 3, "seed": 3,
             "repetition_penalty": 1.5}  # fmt: skip

@@ -20,7 +20,12 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
 from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.transformers.sampling import Sampler, Sampling
+from samkv_integrations.runtimes.base import Sampler
+from samkv_integrations.options import Sampling
+from samkv_integrations.options import Sampling
+from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
+from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Sampler
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Once upon a time"
@@ -270,7 +275,7 @@ class TestSampling:
         model, logits = tiny_model(), torch.linspace(-1, 1, 262)
 
         def drawn(**options: Any) -> Counter[int]:
-            sampling = Sampling(temperature=50.0, seed=0, **options)
+            sampling = Sampling.of(temperature=50.0, seed=0, **options)
             sampler = Sampler(model, [1], sampling)
             return Counter(sampler.next(logits) for _ in range(200))
 
@@ -286,7 +291,7 @@ class TestSampling:
     def test_the_ends_of_what_is_allowed(self, options: dict[str, Any]) -> None:
         model = tiny_model()
         logits = torch.linspace(-20, 20, model.config.vocab_size)
-        token = Sampler(model, [1], Sampling(seed=0, **options)).next(logits)
+        token = Sampler(model, [1], Sampling.of(seed=0, **options)).next(logits)
         assert token == len(logits) - 1 or options["temperature"] == 1
 
     @pytest.mark.parametrize(
@@ -303,7 +308,7 @@ class TestSampling:
     )
     def test_values_out_of_range(self, option: dict[str, Any], message: str) -> None:
         with pytest.raises(InvalidOption, match=message):
-            Sampling(**option)
+            Sampling.of(**option)
 
 
 class TestChangedParts:

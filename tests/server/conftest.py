@@ -12,7 +12,8 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
-from samkv_integrations.serving.scheduler import Limits, Scheduler
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.turns import Limits
 from tests.support.asgi import Client
 from tests.support.models import tiny_model
 

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from samkv_integrations.serving.scheduler import Limits
+from samkv_integrations.serving.turns import Limits
 from tests.support.live_server import (
     CHAT,
     KEY,

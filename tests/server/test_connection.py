@@ -9,7 +9,7 @@ import pytest
 
 from samkv_integrations.plan.request import Request
 from samkv_integrations.server import app as app_module
-from samkv_integrations.serving.scheduler import Limits
+from samkv_integrations.serving.turns import Limits
 from tests.server.conftest import KEYS, App
 from tests.support.asgi import PATIENCE_S
 from tests.support.served import PROMPT, TEXTS

@@ -12,7 +12,8 @@ from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
-from samkv_integrations.serving.scheduler import Limits, Scheduler
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.turns import Limits
 from tests.support.asgi import PATIENCE_S
 from tests.support.models import tiny_model
 from tests.support.steps import Steps

@@ -14,9 +14,15 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.plan import first_token as first_token_module
-from samkv_integrations.plan.first_token import first_token
-from samkv_integrations.plan.request import AnswerSettings, FirstToken, Request
+from samkv_integrations.serving.first_token import first_token as first_token_module
+from samkv_integrations.serving.first_token import first_token
+from samkv_integrations.plan.request import Request
+from samkv_integrations.options import AnswerSettings
+from samkv_integrations.serving.first_token import FirstToken
+from samkv_integrations.options import AnswerSettings
+from samkv_integrations.plan.request import Request
+from samkv_integrations.serving.first_token import FirstToken
+from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.passes.blend import PassPlan, plan_pass

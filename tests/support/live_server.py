@@ -20,7 +20,8 @@ from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
-from samkv_integrations.serving.scheduler import Limits, Scheduler
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.turns import Limits
 from tests.support.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
 
 KEY = "sk-of-the-tests-0001"

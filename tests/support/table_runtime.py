@@ -24,7 +24,7 @@ from samkv_integrations.runtimes.base import (
     Sampler,
     TokenMask,
 )
-from samkv_integrations.runtimes.transformers.sampling import Sampling
+from samkv_integrations.options import Sampling
 
 BOS, END = 256, 257
 

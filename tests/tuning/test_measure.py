@@ -17,8 +17,8 @@ TEXTS = tuple(
     f"[Town {n}]\nThe river of town {n} is called R{n}, and its fair is in May." for n in range(3)
 )
 QUESTION = Question(id="q", question="Which river?", documents=TEXTS)
-METHODS_BY_LABEL = {label: each.to_method() for label, each in candidates("m", 4).items()}
-LABELS = ("reuse", "auto, quest@0.1", "auto, first=48")
+SETTINGS = candidates(4)
+LABELS = ("reuse", "auto, quest", "auto, first=48")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def engine(tmp_path: Path) -> Engine:
 
 @pytest.fixture
 def measurer(engine: Engine) -> Measurer:
-    return Measurer(engine, METHODS_BY_LABEL, max_new_tokens=6, chat=False)
+    return Measurer(engine, SETTINGS, max_new_tokens=6, chat=False)
 
 
 def answer_of(engine: Engine, method: str) -> str:

@@ -18,7 +18,7 @@ from samkv_integrations.lab.tuning import (
     candidates,
 )
 
-SETTINGS = candidates("m", 4)
+SETTINGS = candidates(4)
 LABELS = [*SETTINGS]
 DEAR, CHEAP = "auto, first=48", "reuse"
 
@@ -66,8 +66,8 @@ def only(*labels: str) -> Callable[[str, str], bool]:
 
 
 def test_it_recommends_the_cheapest_with_as_many_right_answers_on_held_out_questions() -> None:
-    found = run(Fake(only(DEAR, "auto, quest@0.1")))
-    assert found.chosen is not None and found.chosen.label == "auto, quest@0.1"
+    found = run(Fake(only(DEAR, "auto, quest")))
+    assert found.chosen is not None and found.chosen.label == "auto, quest"
     assert (found.chosen.right, found.chosen.questions) == (60, 60)  # all that were held out
     (cheap,) = (each for each in found.standings if each.label == CHEAP)
     assert cheap.questions < 48  # what loses so much is asked no more
@@ -104,7 +104,7 @@ def test_full_prefill_that_answers_nearly_nothing_is_no_measure(n_right: int, to
 
 def test_what_fails_on_held_out_questions_gives_way_to_the_next() -> None:
     found = run(Fake(lambda label, number: label != CHEAP or number not in HELD_OUT))
-    assert [each.label for each in found.held_out[:2]] == [CHEAP, "reuse, quest@0.1"]
+    assert [each.label for each in found.held_out[:2]] == [CHEAP, "reuse, quest"]
     assert found.held_out[0].right == 0 and found.chosen is found.held_out[1]
     assert found.held_out[0].questions < LEAST_CHECKED  # and is asked no more
 
@@ -112,7 +112,7 @@ def test_what_fails_on_held_out_questions_gives_way_to_the_next() -> None:
 def test_a_slower_setting_does_not_win_by_a_few_questions_of_the_choice() -> None:
     lost = {"20", "30", "40"}
     assert not lost & HELD_OUT
-    fast = "auto, quest@0.1"
+    fast = "auto, quest"
     found = run(Fake(lambda label, number: label == DEAR or label == fast and number not in lost))
     assert [each.label for each in found.held_out[:2]] == [DEAR, fast]
     assert found.chosen is found.held_out[1]

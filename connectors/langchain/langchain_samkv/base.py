@@ -21,10 +21,12 @@ from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
     GENERATE_KWARGS,
     LocalLLM,
+    check_length,
     checked_generate_kwargs,
     known_options,
 )
-from samkv_integrations.options import check_option
+from samkv_integrations.methods import get_method
+# LOST from samkv_integrations.option import check_option
 
 if TYPE_CHECKING:
     from samkv_integrations import AnswerStream, Eviction, Method
@@ -239,6 +241,6 @@ def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
         if canonical in found:
             raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
         if canonical == "max_tokens" and isinstance(value, int):
-            check_option("max_new_tokens", value, name)  # here, where the given name is known
+            check_length(name, value)  # here, where the given name is known
         found[canonical] = value
     return found

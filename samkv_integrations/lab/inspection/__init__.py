@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.plan.first_token import first_token
-from samkv_integrations.plan.request import AnswerSettings
+from samkv_integrations.serving.first_token import first_token
+from samkv_integrations.options import AnswerSettings
+from samkv_integrations.options import AnswerSettings
+from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan, ObservedLayer
-from samkv_integrations.runtimes.transformers.passes.decode import decode_greedily
+# LOST from samkv_integrations.runtimes.transformers.passes.decode import decode_greedily
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 __all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
@@ -126,7 +128,8 @@ class Inspection:
         """
         if layer is not None and not 0 <= layer < self.n_layers:
             raise InvalidOption(
-                f"layer={layer}; {self.report.model!r} has {self.n_layers}, counted from 0"
+                Given("layer", layer),
+                f"; {self.report.model!r} has {self.n_layers}, counted from 0",
             )
         found = self.states[layer or 0].clone()
         for state in (State.DROPPED, State.KEPT, State.RECOMPUTED) if layer is None else ():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import constants, get_session
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from samkv_integrations.errors import (
+    Given,
     InvalidOption,
     ModelNotFound,
     SamkvError,
@@ -28,9 +29,9 @@ from samkv_integrations.errors import (
     meant,
 )
 from samkv_integrations.runtimes.memory import available_bytes
+from samkv_integrations.option import DTYPES, Weights
 from samkv_integrations.runtimes.transformers.model.attention import is_faster
 from samkv_integrations.runtimes.transformers.model.families import (
-    SUPPORTED_DTYPES,
     refuse_family,
     refuse_unsupported,
 )
@@ -48,10 +49,6 @@ from samkv_integrations.runtimes.transformers.model.packed_weights import (
     pack_in_8_bits,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
-
-DTYPES = ("auto", *SUPPORTED_DTYPES)
-
-Weights = Literal["auto", "packed", "unpacked", "int8"]
 
 HUB_PATIENCE_S = 3.0
 """Seconds after which a hub that does not answer counts as unreachable."""
@@ -140,7 +137,9 @@ def load_model(
         else:
             if weights == "packed":
                 raise InvalidOption(
-                    f"weights='packed', but {name!r} is no GGUF file; give one, or weights='int8'"
+                    Given("weights", "packed"),
+                    f", but {name!r} is no GGUF file; give one, or ",
+                    Given("weights", "int8"),
                 )
             if weights == "int8":
                 _check_packable(weights, dtype, place, further)
@@ -201,8 +200,9 @@ def _as_it_fits(
 
     if weights == "int8":
         raise InvalidOption(
-            f"weights='int8' rounds other checkpoints, and {str(file.path)!r} is a GGUF file; give "
-            "weights='packed'"
+            Given("weights", "int8"),
+            f" rounds other checkpoints, and {str(file.path)!r} is a GGUF file; give ",
+            Given("weights", "packed"),
         )
     if weights == "packed":
         _check_packable(weights, dtype, place, further)
@@ -241,9 +241,12 @@ def _check_packable(
     for name, (value, is_allowed) in options.items():
         if not is_allowed:
             raise InvalidOption(
-                f"weights={weights!r} with {name}={value!r}; packed weights are for a CPU, and "
+                Given("weights", weights),
+                " with ",
+                Given(name, value),
+                "; packed weights are for a CPU, and "
                 "for bfloat16 or float32; those of GGUF files take no model_kwargs, and others no "
-                "device_map; leave out either"
+                "device_map; leave out either",
             )
 
 

@@ -44,7 +44,8 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
-from samkv_integrations.runtimes.transformers.sampling import Sampling, size_of
+from samkv_integrations.options import Sampling
+# LOST from samkv_integrations.runtimes.transformers.sampling import size_of
 from samkv_integrations.store.base import Store
 
 

@@ -22,7 +22,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     cache_shape,
     key_range,
 )
-from samkv_integrations.runtimes.base import ChunkReader
+from samkv_integrations.store.base import ChunkReader
 from samkv_integrations.store.base import Store, StoredChunk
 from samkv_integrations.store.memory import MemoryChunk
 

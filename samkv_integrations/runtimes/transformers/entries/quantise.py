@@ -24,12 +24,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.errors import Given, InvalidChunk
+from samkv_integrations.option import STORE_BITS, among
 
-STORE_BITS = (4, 8, 16)
-"""Bits of a stored number; 16 stands for the model's own dtype, also if that is float32."""
-
-DEFAULT_STORE_BITS = 4
 GROUP_TOKENS = 64
 """Tokens whose keys share scale and offset per channel (docs/decisions.md)."""
 
@@ -63,7 +60,7 @@ class EntryFormat:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        check_store_bits(self.bits)
+        among(*STORE_BITS)("store_bits", self.bits)
 
     @cached_property
     def is_quantised(self) -> bool:
@@ -140,8 +137,8 @@ class EntryFormat:
         if self.is_quantised and largest > _HALF_MAX:
             raise InvalidChunk(
                 f"transformed keys or values reach {largest:.3g}, beyond {_HALF_MAX:.0f}, the "
-                "largest half-precision number, in which scales are stored; "
-                "give store_bits=16"
+                "largest half-precision number, in which scales are stored; give ",
+                Given("store_bits", 16),
             )
 
     def keys(self, entries: Tensor, key_range: Tensor, group: Tensor) -> Tensor:
@@ -205,13 +202,6 @@ class EntryFormat:
         torch.bitwise_and(packed, 15, out=codes[..., :half])
         torch.bitwise_right_shift(packed, 4, out=codes[..., half:])
         return codes
-
-
-def check_store_bits(bits: int) -> None:
-    """Raises InvalidOption if ``bits`` is not one of `STORE_BITS`."""
-    if type(bits) is not int or bits not in STORE_BITS:
-        allowed = ", ".join(map(str, STORE_BITS))
-        raise InvalidOption(f"store_bits={bits!r}; allowed: {allowed}")
 
 
 @lru_cache(maxsize=16)

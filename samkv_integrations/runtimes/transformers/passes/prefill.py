@@ -6,13 +6,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.option import PrefixPolicy
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     chunk_statistics,
     layer_statistics,
@@ -22,7 +24,6 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 
-PrefixPolicy = Literal["auto", "documents", "bos", "none"]
 
 BATCH_TOKENS = 1024
 DEVICE_BATCH_TOKENS = 2048

@@ -338,15 +338,6 @@ class DenseCache(WorkingCache, FirstEntries):
             for side, original in zip(mine, theirs, strict=True):
                 side[at] = original[at]
 
-    @property
-    def static_slot(self) -> int | None:
-        """Where all layers write the next token; None if it needs more than writing it there."""
-        if self._weigh is not None or self._windows or not self.can_rewind:
-            return None
-        ends = {(length, len(keys)) for length, keys in zip(self.lengths, self.keys, strict=True)}
-        (slot, n_rooms), *others = ends
-        return slot if slot < n_rooms and not others else None
-
     def is_context(self, layer: int) -> Tensor:
         """(G, S) bool: the entries of the context."""
         return self.context[layer][: self.lengths[layer], :, 0].T

@@ -40,6 +40,9 @@ from llama_index.llms.samkv.conversion import (
 )
 from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
 from samkv_integrations.frameworks.components import check_text
+from llama_index.llms.samkv.transform import body_of
+from samkv_integrations.engine import Engine
+from samkv_integrations.errors import AnswerCut, Given, InvalidOption, PromptTooLong
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource
 from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -172,8 +175,8 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
             name = found.pop("model")
             if found.setdefault("model_name", name) != name:
                 raise InvalidOption(
-                    f"model={name!r} and model_name={found['model_name']!r} are the same thing; "
-                    "give one"
+                    Given("model", name),
+                    f" and model_name={found['model_name']!r} are the same thing; give one",
                 )
         return super()._arguments(found)
 
