@@ -9,10 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import EmptyInput, InvalidOption, UnknownOption
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab import evaluation
+from samkv_integrations.store.chunk import normalise
 
 SHORT = "short"
 DATA = Path(__file__).with_name("data")

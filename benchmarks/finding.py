@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.prompt.layout import find_runs
 from samkv_integrations.runtimes.transformers.loading import load_tokenizer
+from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.store.index import Entry, Index, IndexedChunks
 from samkv_integrations.store.windows import ChunkIndex
 

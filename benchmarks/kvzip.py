@@ -28,12 +28,9 @@ from benchmarks.question_sets import questions_of
 from samkv_integrations.cli.formatting import commit
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.lab.evaluation import Paired, is_right
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.options import Sampling
-from samkv_integrations.options import Sampling
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.base import Sampler
+from samkv_integrations.runtimes.transformers.runtime import Model
 
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values (G, S, D) of each layer."""

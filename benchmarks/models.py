@@ -13,9 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks import shapes
 from benchmarks.shapes import BUILTIN, shape_names
 from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.runtimes.transformers import loading
-from samkv_integrations.runtimes.transformers.loading import builtin_path, load_model, load_tokenizer
 from samkv_integrations.option import DTYPES
+from samkv_integrations.runtimes.transformers import loading
+from samkv_integrations.runtimes.transformers.loading import (
+    builtin_path,
+    load_model,
+    load_tokenizer,
+)
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 

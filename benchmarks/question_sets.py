@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.datasets import Question, load, with_fewer
-from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab.evaluation import is_in_documents
+from samkv_integrations.store.chunk import normalise
 
 PACKAGES = Path(__file__).with_name("data") / "packages.jsonl"
 """Questions about descriptions of packages that ``constraints.txt`` pins."""

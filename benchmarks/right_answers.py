@@ -35,17 +35,13 @@ from samkv_integrations.lab.evaluation import is_right
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
 from samkv_integrations.options import AnswerSettings, Sampling
-from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.plan.request import Request
-from samkv_integrations.options import AnswerSettings
+from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+
 # LOST from samkv_integrations.runtimes.transformers.passes.decode import force
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.base import Sampler
-from samkv_integrations.options import Sampling
-from samkv_integrations.plan.request import Request
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.base import Sampler
+from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.store.disk import ChunkStore
 
 _Made = TypeVar("_Made")

@@ -29,7 +29,6 @@ from benchmarks.commands import markdown_table as table
 from benchmarks.models import random_model
 from benchmarks.run_settings import machine
 from samkv_integrations import ChunkStore
-from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
@@ -41,6 +40,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store import upkeep
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 
 HANG_S = 60.0
 """A process that takes longer than this for what takes milliseconds hangs."""

@@ -36,9 +36,9 @@ from benchmarks.store_parts import (
     tiny_model,
 )
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers import Model
+from samkv_integrations.store.chunk import Fingerprint
 
 REPEATS = 500
 WRITERS = 4

@@ -4,74 +4,59 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, Literal, Unpack
-
-import torch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Unpack
 
 from samkv_integrations.chunks.caching import Chunks
-
-from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.chunks.prefix import prefix_ids
 from samkv_integrations.chunks.recent import RecentKeys
-from samkv_integrations.errors import ChunkNotCached, InvalidOption
-# LOST from samkv_integrations.lab.tuned import choices_of
-from samkv_integrations.methods import Method
-from samkv_integrations.methods.eviction import Eviction, get_eviction
-from samkv_integrations.options import EngineOptions
-from samkv_integrations.option import OnMiss
-# LOST from samkv_integrations.options import check_on_miss
-from samkv_integrations.option import check_options
-from samkv_integrations.methods.costs import CostModel
-from samkv_integrations.chunks.caching import Chunks
-from samkv_integrations.chunks.recent import RecentKeys
-# LOST from samkv_integrations.chunks.caching import prefix_budget
-from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
 from samkv_integrations.methods import Method, get_method
-from samkv_integrations.option import DEFAULT_STORE_BITS, OnMiss, check_options, complete
-from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.methods.costs import CostModel
-from samkv_integrations.plan.kept_costs import keep_costs
-from samkv_integrations.plan.kept_costs import kept_costs
-from samkv_integrations.runtimes.transformers.costs import measure
+from samkv_integrations.methods.eviction import Eviction, get_eviction
+from samkv_integrations.option import (
+    DEFAULT_STORE_BITS,
+    OnMiss,
+    Weights,
+    bytes_of,
+    check_options,
+    complete,
+)
+from samkv_integrations.options import (
+    DEFAULT_METHOD,
+    AnswerOptions,
+    AnswerSettings,
+    EngineOptions,
+)
+from samkv_integrations.plan.kept_costs import keep_costs, kept_costs
 from samkv_integrations.plan.kept_sequences import KeptSequences
-from samkv_integrations.plan.request import Request
-# LOST from samkv_integrations.plan.request import AS_TEXT
+from samkv_integrations.plan.request import HowToAnswer, Request, Times
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import Resolved
-from samkv_integrations.runtimes.transformers.costs import measure
-from samkv_integrations.plan.kept_costs import keep_costs
-from samkv_integrations.plan.kept_costs import kept_costs
-from samkv_integrations.runtimes.transformers.entries.cache_arrays import entry_format_of
-from samkv_integrations.runtimes.transformers.loading import load_model
-# LOST from samkv_integrations.runtimes.transformers.passes.decode import force
-from samkv_integrations.option import PrefixPolicy
-from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.methods.eviction import get_eviction
-from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.chunks.prefix import prefix_ids
-from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving.grammar import JsonConstraint
-from samkv_integrations.serving.grammar import SchemaReader
+from samkv_integrations.runtimes import get_runtime
+from samkv_integrations.runtimes.base import FirstEntries, Observer, Runtime
+from samkv_integrations.serving.first_token import first_token
+from samkv_integrations.serving.grammar import JsonConstraint, SchemaReader
 from samkv_integrations.serving.listeners import Audience, Listener, collect_answer, log_answer
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.serving.tracing import trace_answer
-from samkv_integrations.store.indexed import IndexedStore
+from samkv_integrations.store.base import IngestStore
+from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
 from samkv_integrations.store.memory import MemoryStore
+
+KEPT_SHARE = 8
+"""Kept sequences take so small a share of the memory that is available when an engine is made."""
 
 
 class Engine:
     """Answers from chunk caches.
 
     Args:
-        model: the model, see `Model`.
+        model: what runs the model, such as a `Model` of transformers.
         store: where chunk caches are kept; None for this process's memory.
         scheduler: runs the model, and may be shared by engines of the same model; None for a new
             one.
@@ -84,21 +69,21 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
-        store: IndexedStore | None = None,
+        model: Runtime,
+        store: IngestStore | None = None,
         *,
         scheduler: Scheduler | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
-        if not isinstance(model, Model):
+        if not isinstance(model, Runtime):
             raise InvalidOption(
                 Given("model", model),
-                " is no Model; Engine.from_pretrained takes a name or a folder, "
-                "and Model(model, tokenizer, name) what transformers has loaded",
+                "; it must be a Model: Engine.from_pretrained takes a name or a folder, and "
+                "Model(model, tokenizer, name) what transformers has loaded",
             )
         if isinstance(store, str | os.PathLike):
             raise InvalidOption(
-                Given("store", store), f" is no store; give ChunkStore({str(store)!r})"
+                Given("store", store), f"; it must be a store, such as ChunkStore({str(store)!r})"
             )
         given = complete(EngineOptions, options, "option of an engine")
         self.model = model
@@ -117,8 +102,7 @@ class Engine:
         scheme = None if size == "auto" else BlockScheme(size=size)
         self.chunks = Chunks(
             model, self.store, prefix=self.prefix, scheme=scheme, store_bits=self.store_bits,
-            hot_bytes=self.hot_bytes, run=partial(self.scheduler.run, may_pause=True),
-            on_change=self.prefixes.clear,
+            hot_bytes=self.hot_bytes, run=self.scheduler.run, on_change=self.sequences.clear,
         )  # fmt: skip
         self._schemas = SchemaReader()
         self._reader = PromptReader(model, self.store, self.chunks.outage)
@@ -127,22 +111,26 @@ class Engine:
     def from_pretrained(
         cls,
         name: str,
-        store: IndexedStore | None = None,
+        store: IngestStore | None = None,
         *,
+        runtime: str = "transformers",
         device: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        weights: Literal["auto", "packed", "unpacked", "int8"] = "auto",
+        dtype: Any = "auto",  # noqa: ANN401  # torch's are allowed too
+        weights: Weights = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
     ) -> Engine:
         """An engine for the model ``name``: a hub id, a folder or a GGUF file.
 
+        runtime: what runs it, a name out of `RUNTIMES`.
         device, dtype, weights, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the
         class.
+
+        Raises MissingExtra if the runtime is not installed, and what `load_model` raises.
         """
         check_options(EngineOptions, options)  # before the model is loaded, which takes time
-        model = load_model(
+        model = get_runtime(runtime).load(
             name, device=device, dtype=dtype, weights=weights, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
         )  # fmt: skip
@@ -156,9 +144,9 @@ class Engine:
         return self.chunks.follow_model()
 
     def refresh(self) -> bool:
-        """Hash the model again, after a change that `Identity.look` misses; True if it changed."""
+        """Hash the model again, after a change that `Runtime.generation` misses; True if it changed."""
         before = self.chunks.fingerprint
-        self.model.identity.refresh()
+        self.model.refresh()
         return self.fingerprint != before
 
     def key_of(self, text: str) -> str:
@@ -232,7 +220,7 @@ class Engine:
                     named = f"{names[place]} (chunk {ref.key})" if names else f"chunk {ref.key}"
                     raise ChunkNotCached.of(f"{named}, which begins {ref.text[:40]!r},", remedy)
         self.store.begin_to_fetch([ref.key for ref in found], chunks.fingerprint)
-        chunks.hot.warm(found, chunks.fingerprint)
+        chunks.reader.warm(found, chunks.fingerprint)
         self._reader.expect(found)
 
     def expect(self, texts: Sequence[str]) -> None:
@@ -252,7 +240,7 @@ class Engine:
             return self.chunks.forget(texts)
         finally:
             self._reader.forget(texts)
-            self.prefixes.clear()
+            self.sequences.clear()
 
     def delete(self, keys: Collection[str], *, is_final: bool = True) -> int:
         """Delete chunk caches by key, from memory too; returns how many existed.
@@ -267,7 +255,7 @@ class Engine:
             return self.chunks.delete(sorted(keys), is_final=is_final)
         finally:
             self._reader.forget(keys=set(keys))
-            self.prefixes.clear()
+            self.sequences.clear()
 
     def render(self, prompt: Prompt) -> RenderedPrompt:
         """The prompt as one string. Raises InvalidOption if the chat template refuses it."""
@@ -353,7 +341,7 @@ class Engine:
         resolved = None
         try:
             resolved = self._read(prompt, chunks, settings)
-            request = self.request(resolved, settings, settings.sampling.max_new_tokens, began)
+            request = self.request(resolved, settings, began=began)
             request.look_up()  # here, so that the model's thread need not wait for files
         except BaseException as error:
             if resolved is not None:
@@ -365,8 +353,8 @@ class Engine:
             if (seconds := self._announced.take(chunk.key)) is not None:
                 announced[chunk.key] = seconds
             chunk.computed_now |= chunk.key in announced
-        request.announce_s = sum(announced.values())
-        request.asked = time.perf_counter()
+        request.times.announce_s = sum(announced.values())
+        request.times.read = time.perf_counter()
         return AnswerStream(self.scheduler, request, audience)
 
     def logits(
@@ -377,13 +365,14 @@ class Engine:
         follow: Sequence[int] = (),
         method: str | Method | None = None,
         eviction: str | Eviction | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:  # noqa: ANN401  # an array of the runtime's kind
         """Logits of the answer's first token, and after each token of ``follow``.
 
-        Returns (1 + len(follow), vocabulary) float32 on the CPU. The other arguments and the errors
+        Returns (1 + len(follow), vocabulary) float32 on the CPU: a tensor of torch with
+        transformers. The other arguments and the errors
         are those of `generate`. Chunks without a cache are computed as text.
         """
-        n_known = self.model.config.vocab_size
+        n_known = self.model.n_vocabulary
         if unknown := [token for token in follow if not 0 <= token < n_known]:
             raise InvalidOption(
                 f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has {n_known}, "
@@ -391,21 +380,29 @@ class Engine:
             )
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 
-        def compute() -> torch.Tensor:
-            return force(self.request(resolved, settings, max(1, len(follow))), follow)[0]
+        def compute(pause: Callable[[], None]) -> Any:  # noqa: ANN401
+            request = self.request(resolved, settings, capacity=max(1, len(follow)))
+            first = first_token(request, Observer())
+            if first.kept is not None and follow:
+                request.drop(first.kept)  # its tensors grow
+            found = [first.logits]
+            for token in follow:
+                found += self.model.decode([first.sequence], [[token]])[0]
+            return self.model.stacked(found)
 
         with self.resolve(prompt, chunks) as resolved:
             return self.scheduler.run(compute)
 
     def resolve(
         self, prompt: Prompt, chunks: Sequence[str] | None = None,
-        settings: AnswerSettings = AS_TEXT,
+        settings: AnswerSettings | None = None,
     ) -> Resolved:  # fmt: skip
         """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
         Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
         missed chunk is text.
         """
+        settings = settings or AnswerSettings.of(on_miss="text")
         resolved = self._read(prompt, chunks, settings)
         try:
             resolved.open(behind=0)
@@ -418,9 +415,9 @@ class Engine:
         self, prompt: Prompt, chunks: Sequence[str] | None, settings: AnswerSettings
     ) -> Resolved:
         """The tokens of a prompt and its chunks, whose caches are not opened yet."""
-        generation = self.model.identity.look()
+        generation = self.model.generation()
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
-        self.prefixes.follow(since)
+        self.sequences.follow(since)
         window = settings.window_of(self.model)
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
@@ -428,32 +425,38 @@ class Engine:
         return Resolved(
             token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
             outage=self.chunks.outage, on_miss=settings.on_miss, since=since, generation=generation,
-            hot=self.chunks.hot,
+            reader=self.chunks.reader,
         )  # fmt: skip
 
     def request(
-        self, resolved: Resolved, settings: AnswerSettings, capacity: int, began: float = 0.0
-    ) -> Request:
-        """The request that `first_token` answers, with room for ``capacity`` tokens.
+        self, resolved: Resolved, settings: AnswerSettings, *, capacity: int | None = None,
+        began: float | None = None,
+    ) -> Request:  # fmt: skip
+        """The request that `first_token` answers.
 
-        began: when the caller asked, for its timeout (`time.perf_counter`); 0 for now.
+        capacity: tokens of the answer at most; None for those of the settings. began: when the
+        caller asked, for its timeout (`time.perf_counter`); None for now.
         """
-        began = began or time.perf_counter()
-        method, schema, form = settings.method or self.method, settings.json_schema, None
+        times = Times(began=time.perf_counter() if began is None else began)
+        method, mask = settings.method or self.method, None
         given = self.eviction if settings.eviction is None else settings.eviction
         rule, end_ids = get_eviction(given), self.model.end_ids(settings.stop_ids)
-        if schema is not None:
-            until = None if settings.timeout is None else began + settings.timeout
-            owner = settings.owner
-            form = JsonConstraint(self.model, schema, end_ids, self._schemas, owner, until)
-        return Request(
-            chunks=self.chunks, resolved=resolved, method=method, capacity=capacity,
-            settings=settings, end_ids=end_ids, form=form, began=began,
-            stable_layers=self.chunks.stable_layers if "statistics" in method.needs else (),
+        if settings.json_schema is not None:
+            until = None if settings.timeout is None else times.began + settings.timeout
+            mask = JsonConstraint(
+                self.model, settings.json_schema, end_ids, self._schemas, settings.owner, until
+            )
+        how = HowToAnswer(
+            method=method,
             # full prefill leaves out the rule that is the method's own
             eviction=method.eviction if given is None else rule, whole_eviction=rule,
-            costs=self.costs if method.whole_if_faster else None, prefixes=self.prefixes,
+            costs=self.costs if method.else_way else None, settings=settings,
+            capacity=settings.sampling.max_new_tokens if capacity is None else capacity,
+            end_ids=end_ids, mask=mask,
         )  # fmt: skip
+        return Request(
+            chunks=self.chunks, resolved=resolved, how=how, times=times, sequences=self.sequences
+        )
 
     # -- what passes cost -------------------------------------------------------------------
 
@@ -467,8 +470,13 @@ class Engine:
 
         Takes some seconds. Raises StoreError if the store cannot be written.
         """
-        self.costs = self.scheduler.run(
-            partial(measure, self.model, entry_format_of(self.fingerprint))
-        )
+        self.costs = self.scheduler.run(lambda _: self.model.measure_costs(self.fingerprint))
         keep_costs(self.model, self.store, self.costs)
         return self.costs
+
+
+def _kept_bytes(model: Runtime, prefix_bytes: int | str | None) -> int:
+    """Memory for kept sequences that an engine's option ``prefix_bytes`` stands for."""
+    if prefix_bytes is None:
+        return model.free_bytes() // KEPT_SHARE
+    return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)

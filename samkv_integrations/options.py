@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from samkv_integrations.methods import Method
     from samkv_integrations.methods.eviction import Eviction
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    from samkv_integrations.runtimes.base import Runtime
 
 DEFAULT_METHOD = "auto"
 
@@ -366,6 +366,14 @@ class AnswerOptions(SamplingOptions, total=False):
             check=number("a whole number, 0 or more", lambda n: n >= 0, is_whole=True),
         ),
     ]  # fmt: skip
+    owner: Annotated[
+        str,
+        Option(
+            description="Who asks, such as an API key of a server.",
+            more="With `FairTurns`, owners share the model's time equally.",
+            default="", of_llms=False, check=check_text,
+        ),
+    ]  # fmt: skip
 
 
 # -- the options of one answer, checked --------------------------------------------------------
@@ -411,6 +419,7 @@ class AnswerSettings:
     timeout: float | None
     on_miss: OnMiss
     draft: int
+    owner: str
 
     @classmethod
     def of(cls, **options: Unpack[AnswerOptions]) -> "AnswerSettings":
@@ -428,6 +437,6 @@ class AnswerSettings:
         sampling = Sampling(**{name: given.pop(name) for name in declared(SamplingOptions)})
         return cls(sampling=sampling, **given)
 
-    def window_of(self, model: "Model") -> int:
+    def window_of(self, model: "Runtime") -> int:
         """Most tokens of prompt and answer together."""
         return min(self.context_window or model.context_window, model.context_window)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from samkv_integrations.chroma.client import client_of_server
-from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.plan.request import Request
-from samkv_integrations.serving.first_token import FirstToken
 from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving.first_token import FirstToken, first_token
 from tests.support.chroma_server import HOST as CHROMA_HOST
 from tests.support.chroma_server import chroma_server
 from tests.support.live_server import LiveServer, live_server, serving_town

@@ -48,9 +48,6 @@ from samkv_integrations.methods import get_method
 from samkv_integrations.option import PrefixPolicy
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.option import PrefixPolicy
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 RECOMPUTE = "recompute"

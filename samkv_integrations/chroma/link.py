@@ -30,8 +30,8 @@ from samkv_integrations.chroma.records import (
     keys_in,
 )
 from samkv_integrations.chunks.caching import progress_bar
-from samkv_integrations.store.chunk import ChunkRef, normalise
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
+from samkv_integrations.store.chunk import ChunkRef, normalise
 
 if TYPE_CHECKING:
     from chromadb.api.models.Collection import Collection

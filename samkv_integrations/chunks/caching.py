@@ -17,17 +17,16 @@ from typing import Literal, Protocol, TypeVar
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.chunks.recent import RecentKeys, ReleasedCaches
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidChunk, StoreError
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.store.base import IngestStore, Outage, StoredChunk
+from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.indexed import require
 from samkv_integrations.store.memory import MemoryChunk
-from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.windows import MIN_RUN
 
 Depth = Literal["exists", "opens", "whole"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from samkv_integrations.prompt.text import ModelText
 from samkv_integrations.option import PrefixPolicy
+from samkv_integrations.prompt.text import ModelText
 
 DOCUMENTS_BEFORE = (
     "[Lake Varen]\nLake Varen is a lake in the north of the country. It is about twelve kilometres "

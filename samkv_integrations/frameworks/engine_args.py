@@ -12,7 +12,6 @@ from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.frameworks.fields import (
@@ -84,7 +83,6 @@ def engine_of(source: ModelSource) -> Engine:
     Raises InvalidOption if an argument would be ignored, MissingExtra if no runtime is installed.
     """
     from samkv_integrations import ChunkStore, Engine, MemoryStore
-    from samkv_integrations.option import bytes_of
 
     for loaded, names in MADE_BY.items():
         for name in names:
@@ -133,8 +131,6 @@ def facts_of(engine: Engine) -> dict[str, Any]:
 
 def _check_engine(engine: Engine, source: ModelSource) -> None:
     """Raises InvalidOption if another argument in ``source`` contradicts the given engine."""
-    from samkv_integrations.option import bytes_of
-
     for name in ("model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(f"the engine that was given has its {name}; leave out {name}")

@@ -24,8 +24,13 @@ from pydantic import (
 
 from samkv_integrations.errors import Given, InvalidOption, SamkvError, UnknownOption
 from samkv_integrations.option import OnMiss, Weights, declared
-from samkv_integrations.options import AnswerOptions, EngineOptions, ModelOptions, SamplingOptions, StoreOptions
-from samkv_integrations.option import OnMiss
+from samkv_integrations.options import (
+    AnswerOptions,
+    EngineOptions,
+    ModelOptions,
+    SamplingOptions,
+    StoreOptions,
+)
 
 
 class Arguments(BaseModel):

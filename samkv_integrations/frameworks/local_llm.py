@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
-from samkv_integrations.errors import InvalidOption
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 from samkv_integrations.frameworks.engine_args import (
     AnEngine,
@@ -63,8 +61,6 @@ stands for no value, ``...`` for any."""
 
 def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """The options that are not None. Raises UnknownOption or InvalidOption for a wrong one."""
-    from samkv_integrations.options import AnswerSettings
-
     options = known_options("option in generate_kwargs", given, GENERATE_KWARGS)
     AnswerSettings.of(**to_options({}, options, max_new_tokens))  # raises if one is out of range
     return options
@@ -250,8 +246,6 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     def _n_tokens(self, text: str) -> int:
         """Tokens of a part of a prompt without BOS; a handle counts as its chunk."""
-        from samkv_integrations.prompt.quoting import RenderedPrompt  # with the engine's modules
-
         if not text:
             return 0
         return self.engine.count_tokens(RenderedPrompt(text, is_chat=True))

@@ -24,12 +24,12 @@ import torch
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.chunks.caching import progress_bar
-from samkv_integrations.store.chunk import ChunkRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ClusterError, Given, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.runtimes.transformers.loading import bfloat16_is_slow
 from samkv_integrations.runtimes.transformers.passes.prefill import batches
+from samkv_integrations.store.chunk import ChunkRef
 
 __all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]
 

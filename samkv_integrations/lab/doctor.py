@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.costs import is_whole
@@ -23,6 +22,7 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     unrotate,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.store.indexed import IndexedStore
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}

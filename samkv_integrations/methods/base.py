@@ -19,12 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 import numpy as np
 
-from samkv_integrations.errors import InvalidOption, UnknownOption
-from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.errors import Given, InvalidOption, UnknownOption
-from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
 from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.prompt.layout import Layout
 
 if TYPE_CHECKING:
     from samkv_integrations.prompt.layout import Layout, Mask

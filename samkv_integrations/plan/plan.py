@@ -1,4 +1,4 @@
-"""The plan of a prompt: what is computed, what is loaded, what is taken from memory and stays there.
+"""The plan of a prompt: what is computed, loaded, taken from memory, and kept.
 
 `make_plan` reads a request and changes nothing. `samkv_integrations.serving.first_token` carries
 the plan out.
@@ -6,7 +6,7 @@ the plan out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,8 +16,8 @@ from samkv_integrations.errors import PromptTooLong
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.base import SelectAll
 from samkv_integrations.methods.baselines import RecomputeAll, RecomputeInexact
-from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.methods.costs import MARGIN, is_whole
+from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.plan.kept_sequences import LEAST, KeptSequence, Match
 from samkv_integrations.plan.request import Request
 from samkv_integrations.prompt.layout import ChunkPart, Layout
@@ -85,9 +85,7 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
     is_follow_up = found.is_follow_up and n_held == found.n_tokens
     # up to the end of what was asked before: how much more is in memory may depend on others
     n_counted = found.sequence.n_asked_in(n_held) if is_follow_up and found.sequence else 0
-    if not (may_compute and request.resolved.on_miss == "compute" and _pays(
-        request, layout, missed, n_counted
-    )):  # fmt: skip
+    if not may_compute or not _pays(request, layout, missed, n_counted):
         missed = {}
 
     is_full = is_whole(method, request.how.costs, layout, n_counted)
@@ -128,7 +126,10 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
 
 
 def _check_length(request: Request) -> None:
-    n_tokens, window = len(request.resolved.token_ids), request.how.settings.window_of(request.model)
+    n_tokens, window = (
+        len(request.resolved.token_ids),
+        request.how.settings.window_of(request.model),
+    )
     if n_tokens + request.how.capacity > window:
         raise PromptTooLong(
             f"prompt of {n_tokens} tokens (chunks at full size) and {request.how.capacity} new "
@@ -157,8 +158,10 @@ def _chunks_behind(request: Request, n_held: int) -> tuple[Layout, list[StoredCh
 def _pays(request: Request, layout: Layout, missed: Missed, n_held: int) -> bool:
     """Whether to compute missed chunks as chunks: not where full prefill would be faster."""
     method, costs = request.how.method, request.how.costs
-    if costs is None or not missed or not method.recompute.uses_caches:
-        return method.recompute.uses_caches
+    if request.resolved.on_miss != "compute" or not method.recompute.uses_caches:
+        return False
+    if costs is None or not missed:
+        return True
     lengths = [len(ids) for ids in missed]  # whole chunks, of which the prompt may hold a part
     both_s = costs.chunks_s(lengths, len(request.chunks.prefix))
     both_s += costs.blended_s(method, layout, lengths, n_held)
@@ -239,6 +242,4 @@ def _remains(
     own = range(min(next(begins, n_asked), n_asked), n_asked)
     if len(again):  # all that is new depends on what this question has had computed again
         own = range(min(turns[-1], own.start), own.stop)
-    return Remains(
-        n_exact=n_exact, prompts=(*prompts, own), turns=turns, is_complete=is_complete
-    )
+    return Remains(n_exact=n_exact, prompts=(*prompts, own), turns=turns, is_complete=is_complete)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from samkv_integrations.chunks.caching import Chunks
 from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.methods import Method
+from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.options import AnswerSettings
-from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.plan.kept_sequences import KeptSequence, KeptSequences, Match, Wanted
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.report import Stage

@@ -14,8 +14,8 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import ChunkBlocks
 from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk import ChunkBlocks
 from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, Ids
 
 Numbers = NDArray[np.int64]

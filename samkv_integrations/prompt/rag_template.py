@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from samkv_integrations.store.chunk import normalise
-from samkv_integrations.errors import InvalidOption
-from samkv_integrations.store.chunk import normalise
 from samkv_integrations.errors import Given, InvalidOption
+from samkv_integrations.store.chunk import normalise
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
 _RAG_TEMPLATE = f"{_CHAT_TEMPLATE}\nAnswer:"

@@ -12,13 +12,13 @@ from functools import cache
 from itertools import accumulate
 
 from samkv_integrations.errors import Given, InvalidOption, PromptTooLong, StoreError
-from samkv_integrations.store.chunk import ChunkRef, Fingerprint
 from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.rag_template import bodies_of, shorten
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import Outage, Store
+from samkv_integrations.store.chunk import ChunkRef, Fingerprint
 from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, MemoryIndex
 
 Prompt = str | RenderedPrompt | Sequence[dict[str, str]] | Chat

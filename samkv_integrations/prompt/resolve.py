@@ -11,12 +11,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss, ChunkNotCached
-from samkv_integrations.option import OnMiss
 from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.layout import PromptChunk
 from samkv_integrations.store.base import ChunkReader, Outage, Store, StoredChunk
+from samkv_integrations.store.chunk import Fingerprint
 
 MAX_HELD = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each

@@ -1,10 +1,32 @@
-"""What runs a model: one package a runtime."""
+"""What runs a model: `base` is the seam, and each package a runtime."""
 
 from __future__ import annotations
 
-from samkv_integrations.errors import MissingExtra
+from collections.abc import Mapping
+
+from samkv_integrations.errors import MissingExtra, UnknownOption
+from samkv_integrations.methods.table import Table
+from samkv_integrations.runtimes.base import RuntimeKind
+
+RUNTIMES: Mapping[str, RuntimeKind] = Table[RuntimeKind](
+    "runtime",
+    RuntimeKind,
+    {"transformers": "samkv_integrations.runtimes.transformers.loading:TRANSFORMERS"},
+    group="samkv.runtimes",
+)
+"""Name -> runtime. Listing the names imports none of them.
+
+Other distributions add runtimes by entry points of the group ``samkv.runtimes``.
+"""
 
 
-def require_runtime() -> None:
-    """Raises MissingExtra unless a runtime is installed; imports none, since that takes seconds."""
-    MissingExtra.unless_installed("transformers", "torch", "transformers")
+def get_runtime(name: str = "transformers") -> RuntimeKind:
+    """The runtime called ``name``.
+
+    Raises UnknownOption, and MissingExtra if it is not installed.
+    """
+    if name not in RUNTIMES:
+        raise UnknownOption.among("runtime", name, RUNTIMES)
+    if name == "transformers":
+        MissingExtra.unless_installed("transformers", "torch", "transformers")
+    return RUNTIMES[name]

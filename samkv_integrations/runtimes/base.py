@@ -17,6 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from samkv_integrations.errors import CacheMiss, InvalidOption
+from samkv_integrations.methods import Method
+from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.options import Sampling
+from samkv_integrations.prompt.layout import Layout
+from samkv_integrations.prompt.text import ModelText
+from samkv_integrations.store.base import ChunkReader, Store, StoredChunk
 from samkv_integrations.store.chunk import (
     BlockScheme,
     CacheShape,
@@ -24,14 +32,6 @@ from samkv_integrations.store.chunk import (
     ChunkRef,
     Fingerprint,
 )
-from samkv_integrations.errors import CacheMiss, InvalidOption
-from samkv_integrations.methods import Method
-from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.methods.costs import CostModel
-from samkv_integrations.prompt.layout import Layout
-from samkv_integrations.prompt.text import ModelText
-from samkv_integrations.options import Sampling
-from samkv_integrations.store.base import Store, StoredChunk
 
 Logits = Any
 """The scores of the next token, as a runtime has them. Only its own `Sampler` reads them."""
@@ -373,3 +373,14 @@ class Runtime(ModelText):
     def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
         """Costs on this machine."""
         return self.assumed_costs()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeKind:
+    """A runtime by its name.
+
+    load: makes a `Runtime` of a model's name and of options, those of the runtime.
+    """
+
+    name: str
+    load: Callable[..., Runtime]

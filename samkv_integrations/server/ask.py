@@ -17,8 +17,6 @@ from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.methods import METHODS
 from samkv_integrations.options import AnswerOptions
-from samkv_integrations.options import AnswerOptions
-from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.costs import assumed_costs

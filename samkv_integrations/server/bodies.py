@@ -25,7 +25,6 @@ from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.frameworks.fields import AnswerFields, SamplingFields
 from samkv_integrations.frameworks.tool_calls import ToolCall, arguments_of, turn_of
 from samkv_integrations.option import OnMiss
-from samkv_integrations.option import OnMiss
 from samkv_integrations.report import Report
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024

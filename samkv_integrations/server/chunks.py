@@ -13,13 +13,13 @@ from typing import Annotated, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from samkv_integrations.store.chunk import FORMAT_VERSION, ChunkRef
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidChunk, InvalidOption, Overloaded
 from samkv_integrations.server.bodies import Body
 from samkv_integrations.server.service import BoundedRoute, Service
 from samkv_integrations.server.tenancy import Tenant
 from samkv_integrations.serving.stream import off_loop
+from samkv_integrations.store.chunk import FORMAT_VERSION, ChunkRef
 
 MAX_TEXTS = 1024
 """Most texts of one request."""

@@ -15,13 +15,10 @@ from typing import NoReturn, Self, TypeVar, TypeVarTuple, Unpack
 from samkv_integrations.errors import Given, TimedOut
 from samkv_integrations.plan.request import Request
 from samkv_integrations.report import Report
+from samkv_integrations.serving.answers import FinishReason, NothingCame, Piece, RunningAnswer
 from samkv_integrations.serving.listeners import Audience
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import AHEAD
-from samkv_integrations.serving.answers import FinishReason
-from samkv_integrations.serving.answers import NothingCame
-from samkv_integrations.serving.answers import Piece
-from samkv_integrations.serving.answers import RunningAnswer
 
 _Given = TypeVarTuple("_Given")
 _Made = TypeVar("_Made")
@@ -107,9 +104,9 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
 
     def _left(self) -> float | None:
         """Seconds until the timeout; None without one."""
-        if self._request.settings.timeout is None or self._answer.is_complete:
+        if self._request.how.settings.timeout is None or self._answer.is_complete:
             return None
-        return self._request.began + self._request.settings.timeout - time.perf_counter()
+        return self._request.times.began + self._request.how.settings.timeout - time.perf_counter()
 
     def _take(self, piece: Piece) -> str:
         if len(self._answer.pieces) == AHEAD - 1:
@@ -124,7 +121,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     def _fail(self, error: BaseException) -> NoReturn:
         if isinstance(error, NothingCame):
             error = TimedOut(
-                Given("timeout", self._request.settings.timeout),
+                Given("timeout", self._request.how.settings.timeout),
                 ": the answer was not complete after that "
                 "many seconds; give more, or ask for fewer tokens",
             )

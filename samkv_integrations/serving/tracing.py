@@ -16,9 +16,6 @@ from functools import cache
 from typing import Any
 
 from samkv_integrations.cli import formatting
-from samkv_integrations.options import AnswerSettings
-from samkv_integrations.prompt.quoting import RenderedPrompt
-from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report, Stage
 from samkv_integrations.serving.listeners import AnswerEnded
 

@@ -11,8 +11,14 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import CacheArray, ChunkBlocks, ChunkCache, Fingerprint
 from samkv_integrations.errors import StoreError
+from samkv_integrations.store.chunk import (
+    CacheArray,
+    ChunkBlocks,
+    ChunkCache,
+    ChunkRef,
+    Fingerprint,
+)
 from samkv_integrations.store.windows import ChunkIndex
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.errors import InvalidOption
 from samkv_integrations.errors import Given, InvalidOption
-from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 
 FORMAT_VERSION = 5
 SECRET_BYTES = 32

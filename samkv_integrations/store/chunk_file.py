@@ -24,6 +24,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from samkv_integrations.errors import CacheMiss
 from samkv_integrations.store.chunk import (
     FORMAT_VERSION,
     ArrayKind,
@@ -33,7 +34,6 @@ from samkv_integrations.store.chunk import (
     ChunkCache,
     Fingerprint,
 )
-from samkv_integrations.errors import CacheMiss
 
 MAC_BYTES = 16
 _FILE_PURPOSE = b"samkv file"  # tells these hashes from those of keys, with the same secret

@@ -7,13 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from samkv_integrations.store.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
 from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.option import bytes_of
 from samkv_integrations.store.base import Notes, StoredChunk
 from samkv_integrations.store.chunk import ChunkCache, Fingerprint, check_keys, check_namespace
-from samkv_integrations.errors import CacheMiss, Given, InvalidOption, StoreError
-from samkv_integrations.option import bytes_of
-from samkv_integrations.store.base import Store, StoredChunk
 from samkv_integrations.store.chunk_file import ChunkFile, encode
 from samkv_integrations.store.folder import (
     ChunkFolder,
@@ -26,9 +23,7 @@ from samkv_integrations.store.folder import (
     write_new,
 )  # fmt: skip
 from samkv_integrations.store.index import Entry
-from samkv_integrations.option import bytes_of
 from samkv_integrations.store.indexed import IndexedStore, quotas_of
-from samkv_integrations.store.index import Entry
 from samkv_integrations.store.tier import SharedTier, objects_outside
 from samkv_integrations.store.windows import ChunkIndex
 

@@ -21,8 +21,8 @@ from glob import iglob
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.store.chunk import FORMAT_VERSION, SECRET_BYTES
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
+from samkv_integrations.store.chunk import FORMAT_VERSION, SECRET_BYTES
 from samkv_integrations.store.chunk_file import BAD_JSON, ChunkFile, open_regular
 from samkv_integrations.store.index import PRESENT, Entry, Index, Place
 

@@ -21,10 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from samkv_integrations.store.chunk import ChunkCache, Fingerprint, normalise
-from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
-from samkv_integrations.store.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.errors import CacheMiss, StoreError
+from samkv_integrations.store.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.store.chunk_file import ChunkFile, FileLayout, text_bytes
 from samkv_integrations.store.database import BRIEF_S, Database
 from samkv_integrations.store.windows import MAX_PLACES, Found, Ids, Windows

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from samkv_integrations.errors import FingerprintMismatch, InvalidOption, StoreError
+from samkv_integrations.option import bytes_of
+from samkv_integrations.store.base import IngestStore, Notes
 from samkv_integrations.store.chunk import (
     Fingerprint,
     check_keys,
@@ -17,10 +20,7 @@ from samkv_integrations.store.chunk import (
     chunk_key,
     normalise,
 )
-from samkv_integrations.errors import FingerprintMismatch, InvalidOption, StoreError
-from samkv_integrations.store.base import IngestStore, Notes
 from samkv_integrations.store.index import EVICTED, Index, IndexedChunks
-from samkv_integrations.option import bytes_of
 from samkv_integrations.store.windows import ChunkIndex
 
 

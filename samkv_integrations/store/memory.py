@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import SECRET_BYTES, CacheArray, ChunkCache, Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk import SECRET_BYTES, CacheArray, ChunkCache, Fingerprint
 from samkv_integrations.store.index import Entry, Index, Place
 from samkv_integrations.store.indexed import IndexedStore
 

@@ -23,11 +23,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samkv_integrations.store.chunk import FORMAT_VERSION
-from samkv_integrations.errors import CacheMiss, InvalidOption, SamkvError, StoreError
-from samkv_integrations.store.chunk import FORMAT_VERSION
 from samkv_integrations.errors import CacheMiss, Given, InvalidOption, SamkvError, StoreError
 from samkv_integrations.store.base import Outage
+from samkv_integrations.store.chunk import FORMAT_VERSION
 from samkv_integrations.store.chunk_file import ChunkFile, open_regular
 from samkv_integrations.store.folder import ChunkFolder, check_of, folder_named, marker_fields
 from samkv_integrations.store.index import EVICTED, LOST, PRESENT, Entry, Place

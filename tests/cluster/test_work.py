@@ -14,7 +14,6 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chunks import caching as chunks_module
-from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.ingest.cluster import (
@@ -25,6 +24,7 @@ from samkv_integrations.ingest.cluster import (
     cache_on_ray,
 )
 from samkv_integrations.runtimes.transformers.passes.prefill import prefill
+from samkv_integrations.store.chunk import ChunkCache
 from tests.support.documents import texts_of_many_lengths
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import CacheArray, ChunkCache, Fingerprint
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidOption
 from samkv_integrations.prompt.layout import find_runs
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
@@ -18,6 +17,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     entry_format_of,
 )
 from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk import CacheArray, ChunkCache, Fingerprint
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.indexed import FingerprintStats, IndexedStore, require
 from tests.support.chunks import TINY, random_chunk

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.costs import assumed_costs
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.memory import MemoryStore

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from samkv_integrations import METHODS, ChunkStore, Engine
-from samkv_integrations.store.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.errors import (
     CacheMiss,
     ChunkNotCached,
@@ -19,10 +18,9 @@ from samkv_integrations.errors import (
     StoreError,
 )
 from samkv_integrations.option import OnMiss
-from samkv_integrations.option import OnMiss
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import prefill as ingest
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.store.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.upkeep import verify
 from tests.support.covering import covering

@@ -23,11 +23,8 @@ from torch import Tensor
 from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.methods.eviction import EVICTIONS
+from samkv_integrations.option import STORE_BITS
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk
-from samkv_integrations.option import STORE_BITS
-from samkv_integrations.option import STORE_BITS
-from samkv_integrations.methods.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import working_cache
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder

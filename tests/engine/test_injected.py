@@ -11,11 +11,9 @@ from langchain_samkv import ChatSamKV, SamKV
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.option import OnMiss
-from samkv_integrations.option import OnMiss
-from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.plan.request import Request
-from samkv_integrations.serving.first_token import FirstToken
 from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving.first_token import FirstToken, first_token
 from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import SPECIAL, tiny_model

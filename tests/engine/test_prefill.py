@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,
@@ -30,6 +29,7 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     prefill,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from tests.support.chunks import decoded
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model

@@ -22,24 +22,17 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import Overloaded, TimedOut
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.eviction import EVICTIONS
-from samkv_integrations.serving.first_token import first_token
-from samkv_integrations.plan.request import Request
-from samkv_integrations.options import AnswerSettings
-from samkv_integrations.serving.first_token import FirstToken
 from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.request import Request
-from samkv_integrations.serving.first_token import FirstToken
-from samkv_integrations.methods.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving.grammar import JsonConstraint
-from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving.first_token import FirstToken, first_token
+from samkv_integrations.serving.grammar import JsonConstraint
 from samkv_integrations.serving.scheduler import Scheduler
-from samkv_integrations.serving.turns import AHEAD
-from samkv_integrations.serving.turns import Limits
 from samkv_integrations.serving.stream import AnswerStream, off_loop
+from samkv_integrations.serving.turns import AHEAD, Limits
 from tests.support.covering import covering
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.processes import wait_until

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from samkv_integrations import EVICTIONS, METHODS, ChunkStore, Engine, Eviction, Method
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods.eviction import get_eviction
 from samkv_integrations.methods.costs import CostModel
-from samkv_integrations.serving.first_token import FirstToken
+from samkv_integrations.methods.eviction import get_eviction
 from samkv_integrations.runtimes.transformers.eviction import (
     H2O,
     InfLLM,
@@ -39,6 +38,7 @@ from samkv_integrations.runtimes.transformers.eviction.base import (
 from samkv_integrations.runtimes.transformers.model.attention import attention
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
+from samkv_integrations.serving.first_token import FirstToken
 from tests.support.asking import ask
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE

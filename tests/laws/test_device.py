@@ -24,12 +24,8 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.option import STORE_BITS
 from samkv_integrations.option import STORE_BITS
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
-from samkv_integrations.methods.eviction import EVICTIONS
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.passes import loader
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.engine import Engine
+from samkv_integrations.store.chunk import ChunkCache
 from tests.support.chunks import cache_of, decoded, key_steps, transformed
 from tests.support.covering import covering
 from tests.support.laws import (

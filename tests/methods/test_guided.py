@@ -9,10 +9,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.methods import guided as module
 from samkv_integrations.methods.guided import GuidedRecompute, matching_segments
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
+from samkv_integrations.store.chunk import BlockScheme
 from tests.support.layouts import layout_of
 
 

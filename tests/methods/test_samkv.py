@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.base import Method, RecomputeNone
@@ -37,6 +36,7 @@ from samkv_integrations.runtimes.transformers.papers.samkv import (
     personalise,
     selected_share,
 )
+from samkv_integrations.store.chunk import BlockScheme
 from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded
 from tests.support.layouts import tensor_layout_of

@@ -20,9 +20,7 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, TimedOut
 from samkv_integrations.runtimes.transformers import sampling
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving.grammar import JsonConstraint
-from samkv_integrations.serving.grammar import SchemaReader
-from samkv_integrations.serving.grammar import check_json_schema
+from samkv_integrations.serving.grammar import JsonConstraint, SchemaReader, check_json_schema
 from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model, quoting_model, tiny_model
 

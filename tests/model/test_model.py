@@ -18,14 +18,10 @@ from transformers import PreTrainedModel
 from benchmarks.models import random_model
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
+from samkv_integrations.options import Sampling
+from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.base import Sampler
-from samkv_integrations.options import Sampling
-from samkv_integrations.options import Sampling
-from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
-from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.base import Sampler
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Once upon a time"

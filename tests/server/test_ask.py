@@ -13,8 +13,8 @@ from chromadb.errors import InternalError
 
 from samkv_integrations.chroma.link import nearest
 from samkv_integrations.methods.costs import CostModel
-from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.plan.kept_costs import keep_costs
+from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.server.tenancy import Tenant
 from tests.support.records import RECORDS, TEXTS, builtin
 from tests.support.served_town import BLUE, KEYS, RED, Town, events_of, fill

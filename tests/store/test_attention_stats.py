@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     MIN_CHUNKS,
     MIN_LATER,
@@ -27,6 +26,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     quantise_means,
     stable_layers,
 )
+from samkv_integrations.store.chunk import BlockScheme
 
 NAN, INF = math.nan, math.inf
 

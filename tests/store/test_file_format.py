@@ -19,10 +19,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from samkv_integrations.store.chunk import ArrayKind, BlockScheme, CacheArray, ChunkCache
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries import cache_arrays
 from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk import ArrayKind, BlockScheme, CacheArray, ChunkCache
 from samkv_integrations.store.chunk_file import FileLayout
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import TINY, random_chunk

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samkv_integrations.store.chunk import ChunkCache, Fingerprint, chunk_key
 from samkv_integrations.errors import MISS_REASONS, CacheMiss
+from samkv_integrations.store.chunk import ChunkCache, Fingerprint, chunk_key
 from samkv_integrations.store.chunk_file import ChunkFile
 from tests.support.chunk_files import NAMESPACE, SECRET, encoded, open_file, read_all
 from tests.support.chunks import TINY, random_chunk

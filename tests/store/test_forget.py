@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.errors import StoreError
+from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.upkeep import gc, verify
 from tests.contracts.store_contract import TINY, chunk_for

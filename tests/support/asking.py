@@ -14,21 +14,16 @@ from torch import Tensor
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.serving.first_token import first_token as first_token_module
-from samkv_integrations.serving.first_token import first_token
-from samkv_integrations.plan.request import Request
-from samkv_integrations.options import AnswerSettings
-from samkv_integrations.serving.first_token import FirstToken
 from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.request import Request
-from samkv_integrations.serving.first_token import FirstToken
-from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.passes.blend import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import WorkingCache
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving.first_token import FirstToken, first_token
+from samkv_integrations.serving.first_token import first_token as first_token_module
 
 
 @dataclass(frozen=True, kw_only=True)

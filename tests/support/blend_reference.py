@@ -11,7 +11,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from samkv_integrations.store.chunk import BlockScheme, ChunkCache, Fingerprint
 from samkv_integrations.methods.base import Positions
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
@@ -24,6 +23,7 @@ from samkv_integrations.runtimes.transformers.passes.loader import Context
 from samkv_integrations.runtimes.transformers.passes.method import Probe
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.store.chunk import BlockScheme, ChunkCache, Fingerprint
 from samkv_integrations.store.memory import MemoryChunk, MemoryStore
 from tests.support.chunks import TINY, decoded, random_chunk
 from tests.support.laws import mixed

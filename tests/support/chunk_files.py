@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_shape
 from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.store.chunk_file import ChunkFile, encode
 
 SECRET = bytes(range(100, 132))

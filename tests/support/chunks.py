@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint, normalise
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.entries import cache_arrays
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
@@ -16,6 +15,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     key_range,
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat, groups
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint, normalise
 
 TINY = Fingerprint(
     model="tiny",

@@ -37,8 +37,8 @@ from langchain_samkv import (
     format_docs,
 )
 from samkv_integrations import Engine
-from samkv_integrations.store.chunk import normalise
 from samkv_integrations.lab.evaluation import f1_words
+from samkv_integrations.store.chunk import normalise
 from tests.support.pipelines import (
     TOP_K,
     TURNS,

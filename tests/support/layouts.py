@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.prompt.layout import ChunkPart, Layout
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.store.chunk import BlockScheme
 
 
 def layout_of(

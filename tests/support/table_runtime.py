@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
+from samkv_integrations.options import Sampling
 from samkv_integrations.prompt.quoting import SpecialTokens
 from samkv_integrations.runtimes.base import (
     Begun,
@@ -24,7 +24,13 @@ from samkv_integrations.runtimes.base import (
     Sampler,
     TokenMask,
 )
-from samkv_integrations.options import Sampling
+from samkv_integrations.store.chunk import (
+    BlockScheme,
+    CacheShape,
+    ChunkCache,
+    ChunkRef,
+    Fingerprint,
+)
 
 BOS, END = 256, 257
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.base import Sampler
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as scheduler_module
 from tests.support.models import byte_tokenizer, hf_model, liking
 

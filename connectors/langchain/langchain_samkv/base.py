@@ -26,6 +26,7 @@ from samkv_integrations.frameworks.local_llm import (
     known_options,
 )
 from samkv_integrations.methods import get_method
+
 # LOST from samkv_integrations.option import check_option
 
 if TYPE_CHECKING:
@@ -160,8 +161,6 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         """Everything that an answer depends on; LangChain's caches of answers use it as the key."""
-        from samkv_integrations.methods import get_method  # with the modules of the engine
-
         always = {name: value for name, value in self._always.items() if name != "timeout"}
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}

@@ -13,9 +13,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.components import is_handle, normalise, twin
 from samkv_integrations.frameworks.engine_args import WithEngine
 from samkv_integrations.option import OnMiss
-from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.handles import is_handle
-from samkv_integrations.frameworks.components import twin
 
 Mode = Literal["text", "metadata", "replace"]
 

@@ -19,8 +19,6 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.serving.first_token import first_token
-from samkv_integrations.options import AnswerSettings
 from samkv_integrations.options import AnswerSettings
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.reader import Prompt
@@ -29,8 +27,10 @@ from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan, ObservedLayer
+
 # LOST from samkv_integrations.runtimes.transformers.passes.decode import decode_greedily
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving.first_token import first_token
 
 __all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
 

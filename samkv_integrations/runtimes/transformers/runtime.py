@@ -10,11 +10,12 @@ from weakref import WeakSet
 
 import torch
 
-from samkv_integrations.store.chunk import BlockScheme, CacheShape, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.methods import Method
-from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.option import bytes_of
+from samkv_integrations.options import Sampling
 from samkv_integrations.runtimes.base import (
     Begun,
     Logits,
@@ -33,8 +34,6 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     entry_format_of,
 )
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
-from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
-from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.decode import decode
@@ -44,9 +43,16 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
     entries_before,
     prefill,
 )
-from samkv_integrations.options import Sampling
-# LOST from samkv_integrations.runtimes.transformers.sampling import size_of
+from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from samkv_integrations.store.base import Store
+from samkv_integrations.store.chunk import (
+    BlockScheme,
+    CacheShape,
+    ChunkCache,
+    ChunkRef,
+    Fingerprint,
+)
 
 
 class Model(LayeredModel, Runtime):
@@ -124,8 +130,10 @@ class Model(LayeredModel, Runtime):
         if self.device.type == "cuda":
             free, most = torch.cuda.mem_get_info(self.device)
             default = free // 10
-        n_bytes = default if hot_bytes is None else size_of("hot_bytes", hot_bytes)
-        if hot_bytes is not None and most is not None and n_bytes > most:
+        if hot_bytes is None:
+            return default
+        n_bytes = 0 if hot_bytes in (0, "0") else bytes_of("hot_bytes", hot_bytes)
+        if most is not None and n_bytes > most:
             raise InvalidOption(
                 f"hot_bytes={hot_bytes}, and {self.device} has {most} bytes; give less, or None "
                 "for the default"

@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from samkv_integrations.options import Sampling, SamplingOptions
 from samkv_integrations.option import declared
+from samkv_integrations.options import Sampling, SamplingOptions
 from samkv_integrations.runtimes.base import TokenMask
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 

@@ -56,8 +56,8 @@ from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.store.chunk import normalise
 from samkv_integrations.lab.evaluation import f1_words
+from samkv_integrations.store.chunk import normalise
 from tests.support.pipelines import (
     TOP_K,
     TURNS,

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.store.chunk import ChunkBlocks
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     BlockMeans,
     ChunkStatistics,
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import HALF_STEP, as_half
+from samkv_integrations.store.chunk import ChunkBlocks
 
 MIN_LATER = 8
 """Fewest later tokens for which a power law is fitted to a token's column."""

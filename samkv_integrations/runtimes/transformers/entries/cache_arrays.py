@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.store.chunk import (
     ArrayKind,
     CacheArray,
@@ -21,7 +22,6 @@ from samkv_integrations.store.chunk import (
     ChunkRef,
     Fingerprint,
 )
-from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 
 _NAMES = {
     torch.uint8: "U8",

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.errors import Given, InvalidOption
 
 TILE = 2**23
 """Attention weights (float32) that are held at a time."""

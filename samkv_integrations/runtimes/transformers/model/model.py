@@ -24,8 +24,6 @@ from transformers.modeling_utils import AttentionInterface
 from samkv_integrations.errors import InvalidOption, UnsupportedModel
 from samkv_integrations.prompt.quoting import SpecialTokens
 from samkv_integrations.prompt.text import ModelText
-from samkv_integrations.errors import Given, InvalidOption, UnsupportedModel
-from samkv_integrations.prompt.quoting import Chat, RenderedPrompt, SpecialTokens
 from samkv_integrations.runtimes.transformers.model.attention import (
     Attend,
     _samkv_attention,

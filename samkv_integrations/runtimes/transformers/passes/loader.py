@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samkv_integrations.store.chunk import Fingerprint
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,
@@ -31,6 +30,7 @@ from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.papers.base import SelectionInputs
 from samkv_integrations.store.base import StoredChunk
+from samkv_integrations.store.chunk import Fingerprint
 
 
 class ChunkLost(Exception):

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
-from samkv_integrations.option import PrefixPolicy
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     chunk_statistics,
     layer_statistics,
@@ -23,7 +20,7 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_of, entry_format_of
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
-
+from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 
 BATCH_TOKENS = 1024
 DEVICE_BATCH_TOKENS = 2048

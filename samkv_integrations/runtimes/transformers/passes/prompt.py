@@ -96,7 +96,9 @@ class PromptRun:
         """What the method selects and recomputes; a probe runs first if it asks for one."""
         method = self.work.method
         with self.observer.stage("load"):
-            stable = _stable_layers(self.model, self.work.caches) if "statistics" in method.needs else ()
+            stable = (
+                _stable_layers(self.model, self.work.caches) if "statistics" in method.needs else ()
+            )
             inputs = self.context.inputs(method.needs, stable)
         scores = self._probe(method.select) if isinstance(method.select, BlockSelect) else None
         return self._chosen(scores, inputs)
@@ -137,9 +139,7 @@ class PromptRun:
                 later[first:] = chosen
                 return self.plan(choice.keep, later)
 
-            check = Check(
-                recompute=part, layout=self.layout, context=self.context, replan=replan
-            )
+            check = Check(recompute=part, layout=self.layout, context=self.context, replan=replan)
             observers = (*observers, check)
         with self.observer.stage("load"):
             # before the check layer has been computed, any kept entry may be needed

@@ -184,8 +184,8 @@ def rooms_for(n_entries: int, like: Tensor, least: int = 0) -> Tensor:
 
 
 def _attention(
-    model: LayeredModel | None, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float,
-    mask: Tensor | None = None,
+    model: LayeredModel | None, layer: int, query: Tensor, keys: Tensor, values: Tensor,
+    scaling: float, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The attention of a step: query (1, H, 1, D) over all entries, as the layer computes it."""
     if model is None:

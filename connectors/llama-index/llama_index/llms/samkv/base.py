@@ -38,11 +38,8 @@ from llama_index.llms.samkv.conversion import (
     to_wrapper,
     with_system_prompt,
 )
-from samkv_integrations.errors import AnswerCut, InvalidOption, PromptTooLong
-from samkv_integrations.frameworks.components import check_text
-from llama_index.llms.samkv.transform import body_of
-from samkv_integrations.engine import Engine
 from samkv_integrations.errors import AnswerCut, Given, InvalidOption, PromptTooLong
+from samkv_integrations.frameworks.components import check_text
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource
 from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,

@@ -22,8 +22,6 @@ from samkv_integrations.chroma import KEY_FIELD
 from samkv_integrations.frameworks.components import normalise, twin
 from samkv_integrations.frameworks.engine_args import EngineRef, WithEngine
 from samkv_integrations.option import OnMiss
-from samkv_integrations.option import OnMiss
-from samkv_integrations.frameworks.components import twin
 
 Mode = Literal["text", "handle"]
 
