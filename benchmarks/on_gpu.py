@@ -48,8 +48,6 @@ from samkv_integrations.runtimes.transformers.entries.quantise import EntryForma
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.disk import ChunkStore
-
-# LOST from samkv_integrations.serving.static_step import Graphs
 from samkv_integrations.store.memory import MemoryStore
 
 ROOT = Path(__file__).parents[1]

@@ -37,15 +37,15 @@ from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes import get_runtime
-from samkv_integrations.runtimes.base import FirstEntries, Observer, Runtime
-from samkv_integrations.serving.first_token import first_token
+from samkv_integrations.runtimes.base import FirstEntries, Runtime
+from samkv_integrations.serving.alone import force
 from samkv_integrations.serving.grammar import JsonConstraint, SchemaReader
 from samkv_integrations.serving.listeners import Audience, Listener, collect_answer, log_answer
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 from samkv_integrations.serving.tracing import trace_answer
-from samkv_integrations.store.base import IngestStore
 from samkv_integrations.store.chunk import BlockScheme, Fingerprint, normalise
+from samkv_integrations.store.indexed import IndexedStore
 from samkv_integrations.store.memory import MemoryStore
 
 KEPT_SHARE = 8
@@ -70,7 +70,7 @@ class Engine:
     def __init__(
         self,
         model: Runtime,
-        store: IngestStore | None = None,
+        store: IndexedStore | None = None,
         *,
         scheduler: Scheduler | None = None,
         **options: Unpack[EngineOptions],
@@ -87,14 +87,14 @@ class Engine:
             )
         given = complete(EngineOptions, options, "option of an engine")
         self.model = model
-        self.store: IngestStore = MemoryStore() if store is None else store
+        self.store: IndexedStore = MemoryStore() if store is None else store
         method, bits = given["method"], given["store_bits"]
         self.method: Method = get_method(DEFAULT_METHOD if method is None else method)
         self.store_bits: int = DEFAULT_STORE_BITS if bits is None else bits
         self.eviction: str | Eviction | None = given["eviction"]
         self.prefix = prefix_ids(model, given["prefix"], given["prefix_text"])
         self.prefix_bytes, self.hot_bytes = given["prefix_bytes"], given["hot_bytes"]
-        self.sequences = KeptSequences[FirstEntries](_kept_bytes(model, self.prefix_bytes))
+        self.sequences = KeptSequences[FirstEntries](kept_budget(model, self.prefix_bytes))
         self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
         self.listeners: list[Listener] = [log_answer, collect_answer, trace_answer]
@@ -111,7 +111,7 @@ class Engine:
     def from_pretrained(
         cls,
         name: str,
-        store: IngestStore | None = None,
+        store: IndexedStore | None = None,
         *,
         runtime: str = "transformers",
         device: str = "auto",
@@ -144,7 +144,7 @@ class Engine:
         return self.chunks.follow_model()
 
     def refresh(self) -> bool:
-        """Hash the model again, after a change that `Runtime.generation` misses; True if it changed."""
+        """Look for changes of the model that `Runtime.generation` misses; True if there are any."""
         before = self.chunks.fingerprint
         self.model.refresh()
         return self.fingerprint != before
@@ -382,13 +382,7 @@ class Engine:
 
         def compute(pause: Callable[[], None]) -> Any:  # noqa: ANN401
             request = self.request(resolved, settings, capacity=max(1, len(follow)))
-            first = first_token(request, Observer())
-            if first.kept is not None and follow:
-                request.drop(first.kept)  # its tensors grow
-            found = [first.logits]
-            for token in follow:
-                found += self.model.decode([first.sequence], [[token]])[0]
-            return self.model.stacked(found)
+            return force(request, follow)[0]
 
         with self.resolve(prompt, chunks) as resolved:
             return self.scheduler.run(compute)
@@ -475,7 +469,7 @@ class Engine:
         return self.costs
 
 
-def _kept_bytes(model: Runtime, prefix_bytes: int | str | None) -> int:
+def kept_budget(model: Runtime, prefix_bytes: int | str | None) -> int:
     """Memory for kept sequences that an engine's option ``prefix_bytes`` stands for."""
     if prefix_bytes is None:
         return model.free_bytes() // KEPT_SHARE

@@ -21,7 +21,7 @@ from samkv_integrations.chunks.recent import RecentKeys, ReleasedCaches
 from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidChunk, StoreError
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
-from samkv_integrations.runtimes.base import Runtime
+from samkv_integrations.runtimes.base import Made, Runtime
 from samkv_integrations.store.base import IngestStore, Outage, StoredChunk
 from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.store.chunk_file import FileLayout
@@ -302,7 +302,7 @@ class Chunks:
         fingerprint, is_same_model = self.while_computing()
         failures: list[str] = []
 
-        def keep(caches: Sequence[ChunkCache], at: int) -> int:
+        def keep(caches: Made, at: int) -> int:
             return self.keep(since, caches[at])
 
         with ThreadPoolExecutor(_WRITERS) as writers:
@@ -334,7 +334,7 @@ class Chunks:
 
     def _passes(
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, run: Run, failures: list[str]
-    ) -> Iterator[tuple[list[ChunkRef], Sequence[ChunkCache]]]:
+    ) -> Iterator[tuple[list[ChunkRef], Made]]:
         """Compute chunks in the model's thread, several a pass; each pass is yielded.
 
         Where one chunk of several cannot be cached, each is tried by itself. failures: gets errors.
@@ -378,7 +378,8 @@ class Chunks:
         made: dict[tuple[int, ...], StoredChunk] = {}
         for batch, caches in self._passes(chunks, fingerprint, here, []):
             is_kept = is_same_model()
-            for chunk, cache in zip(batch, caches, strict=True):
+            for at, chunk in enumerate(batch):
+                cache = caches[at]
                 made[chunk.token_ids] = MemoryChunk(cache, fingerprint)
                 if is_kept:
                     with self.outage.survived():

@@ -57,7 +57,7 @@ def ask(
     found = list[Row]()
     for each in methods or [engine.method]:
         if is_compared:  # so that none reuses the prefix of another
-            engine.prefixes.clear()
+            engine.sequences.clear()
         answer = engine.generate(
             prompt, texts, **of_answers | {"method": each, "eviction": rule, "max_new_tokens": most}
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.engine import Engine
     from samkv_integrations.ingest.cluster import WorkerPool
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    from samkv_integrations.runtimes.base import Runtime
     from samkv_integrations.store.disk import ChunkStore
 
 SOME_UNREADABLE = 1
@@ -364,7 +364,7 @@ def _below(
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
-def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
+def read_chunks(files: Sequence[Path], model: Runtime, chunk_size: int) -> Read:
     """The chunks of ``files``, real paths, each of at most ``chunk_size`` tokens of ``model``.
 
     A file that cannot be read is skipped, so that the others are ingested.
@@ -405,7 +405,7 @@ def read_chunks(files: Sequence[Path], model: Model, chunk_size: int) -> Read:
     return read
 
 
-def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
+def split(body: str, suffix: str, model: Runtime, chunk_size: int) -> list[str]:
     """The chunks of a page of a file with this suffix; none if it has no text.
 
     A short piece, such as a heading, is joined to the piece after it, else to the one before.
@@ -424,7 +424,11 @@ def split(body: str, suffix: str, model: Model, chunk_size: int) -> list[str]:
         raise MissingExtra.of("semantic-text-splitter", "chroma") from error
     kind = TextSplitter if suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
     few = chunk_size // 8  # tokens, for which each piece leaves room
-    splitter = kind.from_huggingface_tokenizer(model.tokenizer.backend_tokenizer, chunk_size - few)
+    fast, size = model.fast_tokenizer, chunk_size - few
+    if fast is None:
+        splitter = kind.from_callback(n_tokens, size)
+    else:
+        splitter = kind.from_huggingface_tokenizer(fast, size)
     joined: list[tuple[int, int]] = []  # characters from and to, the last piece first
     for begin, piece in reversed(splitter.chunk_indices(body)):
         end = begin + len(piece)

@@ -23,7 +23,7 @@ from samkv_integrations.ingest.documents import read_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    from samkv_integrations.runtimes.base import Runtime
 
 FULL, DEFAULT = "recompute", "auto"
 COMPARED = (FULL, "reuse", DEFAULT)
@@ -97,7 +97,7 @@ def quickstart(
         texts, sources, prompt = retrieved(link, one.question, top_k, None)
         gold, mine = one.answers, list[Row]()
         for name in COMPARED:
-            engine.prefixes.clear()  # so that no method reuses the prefix of another
+            engine.sequences.clear()  # so that no method reuses the prefix of another
             answer = engine.generate(prompt, texts, method=name, max_new_tokens=ANSWER_TOKENS)
             mine.append({
                 "question": one.question, "expected": list(gold), "sources": sources,
@@ -129,7 +129,7 @@ def _samples_of(model: str, given: Path | None) -> Path:
     return folder
 
 
-def _read(folder: Path, model: Model) -> Read:
+def _read(folder: Path, model: Runtime) -> Read:
     """The chunks of a folder; sample paragraphs are joined, so that chunks have a usual length.
 
     Raises EmptyInput if there is no text.

@@ -96,6 +96,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
     if serving.collection:
         index.require_folder()
 
+    from samkv_integrations.engine import kept_budget
     from samkv_integrations.runtimes.transformers.loading import load_model
     from samkv_integrations.serving.scheduler import Scheduler
     from samkv_integrations.serving.turns import Limits
@@ -149,8 +150,8 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
         # equal parts, so that no namespace affects the times of another
         n_parts = len(namespaces)
-        of_engines["hot_bytes"] = hot_budget(loaded, of_engines.get("hot_bytes")) // n_parts
-        kept_bytes = prefix_budget(loaded, of_engines.get("prefix_bytes"))
+        of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts
+        kept_bytes = kept_budget(loaded, of_engines.get("prefix_bytes"))
         of_engines["prefix_bytes"] = kept_bytes // n_parts
         tenancy = Tenancy(
             Scheduler(loaded, limits), index.folder, index.remote, database=database, **of_engines

@@ -76,7 +76,6 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         candidates,
         with_documents,
     )
-    from samkv_integrations.runtimes.transformers.costs import name_of
     from samkv_integrations.store.indexed import require
 
     given, lose, most = read_questions(tuning.questions), tuning.lose, retrieval.max_new_tokens
@@ -105,7 +104,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
     typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
-    if store.note(name_of(engine.model)) is None:  # `auto` decides by what passes cost
+    if store.note(engine.model.costs_name) is None:  # `auto` decides by what passes cost
         engine.calibrate()
     retrieved = with_documents(
         ChromaLink(opened, engine), asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat

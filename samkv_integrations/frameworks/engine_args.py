@@ -25,7 +25,7 @@ from samkv_integrations.options import EngineOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    from samkv_integrations.runtimes.base import Runtime
 
 # The modules of an engine take seconds to import. So they are imported when an engine is made, or
 # when one is given; a program that only imports a connector does not wait for them.
@@ -149,10 +149,10 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
             engine.store.set_budget(source.max_bytes, quota)
 
 
-def _require_same(source: ModelSource, model: Model, facts: dict[str, Any]) -> None:
+def _require_same(source: ModelSource, model: Runtime, facts: dict[str, Any]) -> None:
     """Raises InvalidOption if an argument contradicts the loaded model or engine."""
-    is_type = source.device_map == model.device.type
-    device = model.device.type if is_type else str(model.device)
+    kind = model.device_name.partition(":")[0]
+    device = kind if source.device_map == kind else model.device_name
     weights = "packed" if model.weights == "both" else model.weights
     of_model = {"device_map": device, "dtype": model.dtype_name, "weights": weights}
     for name, value in {**facts, **of_model}.items():
@@ -176,7 +176,7 @@ def _require_no(*names: str, of: ModelSource) -> None:
             )
 
 
-def _model_of(source: ModelSource) -> Model:
+def _model_of(source: ModelSource) -> Runtime:
     from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
     from samkv_integrations.runtimes.transformers.runtime import Model
 
@@ -188,9 +188,9 @@ def _model_of(source: ModelSource) -> Model:
             raise InvalidOption("model was given without its tokenizer; give tokenizer as well")
         saved_as = getattr(source.model, "name_or_path", "")
         label = source.model_name or saved_as or type(source.model).__name__
-        model = Model(source.model, tokenizer, label)
-        _require_same(source, model, {})
-        return model
+        given = Model(source.model, tokenizer, label)
+        _require_same(source, given, {})
+        return given
     return load_model(
         source.model_name, device=source.device_map or "cpu", dtype=source.dtype,
         weights=source.weights, tokenizer=tokenizer, model_kwargs=source.model_kwargs,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
-from samkv_integrations.errors import Given, InvalidOption, UnknownOption
+from samkv_integrations.errors import Given, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.frameworks.engine_args import (
     AnEngine,
     EngineRef,
@@ -185,7 +185,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     def _use(self) -> None:
         if self.engine is None:
-            require_runtime()
+            MissingExtra.unless_installed("transformers", "torch", "transformers")
         self._check()
         self._attach()
 

@@ -19,7 +19,7 @@ from samkv_integrations.errors import Given, InvalidOption
 
 if TYPE_CHECKING:
     from samkv_integrations.prompt.reader import Prompt
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    from samkv_integrations.runtimes.base import Runtime
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(\s*[{{\[].*?)(?:{_CLOSE}|$)", re.DOTALL)
@@ -72,7 +72,7 @@ class ToolAnswer:
         return text
 
 
-def form_of(model: Model) -> ToolForm:
+def form_of(model: Runtime) -> ToolForm:
     """The form that the model's chat template asks for.
 
     Raises InvalidOption if the template takes no tools, or writes calls in an unknown form.
@@ -98,7 +98,7 @@ def form_of(model: Model) -> ToolForm:
     )
 
 
-def takes_tools(model: Model) -> bool:
+def takes_tools(model: Runtime) -> bool:
     """Whether the model can be given tools: `form_of` has an answer."""
     try:
         form_of(model)
@@ -120,7 +120,7 @@ class ToolUse:
     forced: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: Model, tools: Sequence[Mapping[str, Any]], choice: object) -> ToolUse:
+    def of(cls, model: Runtime, tools: Sequence[Mapping[str, Any]], choice: object) -> ToolUse:
         """The tools, and which must be called.
 
         choice: None or ``auto``; ``any``, ``required`` or True; or a name, also in OpenAI's forms.
@@ -236,7 +236,7 @@ def _json(text: str) -> object:
 
 
 def with_tools(
-    model: Model, prompt: Prompt, options: dict[str, Any]
+    model: Runtime, prompt: Prompt, options: dict[str, Any]
 ) -> tuple[Prompt, ToolUse | None]:
     """The prompt with its tools, which are removed from the options of the call.
 

@@ -28,7 +28,6 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ClusterError, Given, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.runtimes.transformers.loading import bfloat16_is_slow
-from samkv_integrations.runtimes.transformers.passes.prefill import batches
 from samkv_integrations.store.chunk import ChunkRef
 
 __all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]
@@ -108,7 +107,7 @@ def cache_on_ray(
                     new.append(found)
                 places_of.setdefault(found.key, []).append(place)
         missed = [ref for ref in chunks.look_up(new) if ref.state == "missed"]
-        work.append(batches(missed, engine.model.device))
+        work.append(engine.model.batches(missed))
     sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
     given = sent, engine.key_of(PROBE), pool.n_cpus
     all_groups = [*chain.from_iterable(work)]

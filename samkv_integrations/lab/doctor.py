@@ -77,6 +77,11 @@ def examine(model: Model, store: IndexedStore | None = None) -> Iterator[Check]:
     yield speed_advice(Engine(model, store))
 
 
+def _model(engine: Engine) -> Model:
+    assert isinstance(engine.model, Model)  # `examine` was given one
+    return engine.model
+
+
 # -- exactness --------------------------------------------------------------------------------
 
 
@@ -86,20 +91,20 @@ def _full_prefill(engine: Engine) -> Check:
     ours, plain = _logits(engine, PROMPT, CHUNKS, "recompute", follow)
     reused, _ = _logits(engine, PROMPT, CHUNKS, "reuse", follow)
     contrast = f"; reusing every chunk as it is changes them by {_largest(reused - plain):.1e}"
-    return _compare("full prefill and decoding", engine.model, "logits", ours, plain, contrast)
+    return _compare("full prefill and decoding", _model(engine), "logits", ours, plain, contrast)
 
 
 def _prefix_reuse(engine: Engine) -> Check:
     """A chunk right behind the prefix is exact: its cache gives the same logits as its text."""
-    bos = engine.model.tokenizer.bos_token or ""  # not every tokenizer adds it to a text
+    bos = _model(engine).tokenizer.bos_token or ""  # not every tokenizer adds it to a text
     prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
     ours, plain = _logits(engine, prompt, CHUNKS[:1], "reuse")
-    return _compare("prefix reuse", engine.model, "logits", ours, plain)
+    return _compare("prefix reuse", _model(engine), "logits", ours, plain)
 
 
 def _rotation(engine: Engine) -> Check:
     """Compares the keys of every layer at a new position, rotated there by us and by the model."""
-    model = engine.model
+    model = _model(engine)
     ids = torch.tensor([model.tokenize(CHUNKS[0], special=False)])
     here = torch.arange(ids.shape[1])
     there = here + (model.context_window - ids.shape[1]) // 2
@@ -129,7 +134,7 @@ def _rotation(engine: Engine) -> Check:
 
 def _tokens(engine: Engine) -> Check:
     """Compares the token ids of prompts with those of transformers."""
-    model, kinds = engine.model, "plain prompt"
+    model, kinds = _model(engine), "plain prompt"
     with engine.resolve(PROMPT, CHUNKS) as resolved:
         same = resolved.token_ids == model.tokenizer(PROMPT).input_ids
         n_context, n_tokens = resolved.n_context, len(resolved.token_ids)
@@ -152,7 +157,7 @@ def _logits(
     engine: Engine, prompt: str, chunks: Sequence[str], method: str, follow: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """(1 + n, vocabulary) logits before and after n tokens, by ``method`` and by transformers."""
-    model = engine.model
+    model = _model(engine)
     with engine.resolve(prompt, chunks) as resolved:
         ids = torch.tensor([[*resolved.token_ids, *follow]], device=model.device)
     ours = engine.logits(prompt, chunks, follow=follow, method=method, eviction="none")

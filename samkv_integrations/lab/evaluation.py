@@ -22,7 +22,7 @@ from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import rag_prompt
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Runtime
 
 YES_NO = frozenset(("yes", "no"))
 _RESAMPLES = 10_000
@@ -52,7 +52,7 @@ class Question:
         """The whole prompt. chat: as one user message, for a chat template."""
         return rag_prompt(self.question, self.documents, chat=chat)
 
-    def prompt_ids(self, model: Model, *, chat: bool = False) -> list[int]:
+    def prompt_ids(self, model: Runtime, *, chat: bool = False) -> list[int]:
         """Token ids of the prompt, as transformers tokenizes it."""
         prompt = self.prompt(chat=chat)
         rendered = RenderedPrompt(prompt) if isinstance(prompt, str) else model.render_chat(prompt)

@@ -15,8 +15,6 @@ from samkv_integrations.chroma.link import ChromaLink, nearest
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput, Given, InvalidOption
 from samkv_integrations.lab.evaluation import Paired, Question, is_right
-
-# LOST from samkv_integrations.lab.tuned import TunedSetting
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import with_option
 from samkv_integrations.serving.stream import Answer

@@ -68,6 +68,14 @@ class Eviction(ABC):
     def min_tokens(self) -> int:
         """The smallest budget that holds the entries that the rule always keeps."""
 
+    @property
+    def n_queries(self) -> int | None:
+        """How many of the prompt's last entries it needs the queries of; None for all.
+
+        All others may be taken from memory.
+        """
+        return 0
+
     def budget(self, n_tokens: int) -> int:
         """Entries of a layer, mean over the layers."""
         if self.budget_tokens is not None:

@@ -111,7 +111,8 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
     if request.keeps and not keeps:
         n_copied = min(remains.n_exact, request.resolved.first_chunk)
     work = PromptPass(
-        layout=layout, method=method, eviction=eviction, capacity=request.how.capacity, of_chunks=request.resolved.chunk_of_token >= 0,
+        layout=layout, method=method, eviction=eviction, capacity=request.how.capacity,
+        of_chunks=request.resolved.chunk_of_token >= 0,
         held=Held(
             entries=None if source is None else source.entries, n_tokens=n_held, again=again,
             n_exact=remains.n_exact,

@@ -75,6 +75,11 @@ class ModelText(ABC):
         """What the tokenizer adds before and after any text that no chat template wrote."""
         return ([] if self.bos_id is None else [self.bos_id]), []
 
+    @property
+    def fast_tokenizer(self) -> Any | None:  # noqa: ANN401
+        """Its tokenizer as one of the library tokenizers, which splits texts faster; or None."""
+        return None
+
     # -- the chat template --------------------------------------------------------------------
 
     @property

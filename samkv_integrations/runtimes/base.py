@@ -24,7 +24,7 @@ from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.options import Sampling
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.text import ModelText
-from samkv_integrations.store.base import ChunkReader, Store, StoredChunk
+from samkv_integrations.store.base import ChunkReader, IngestStore, StoredChunk
 from samkv_integrations.store.chunk import (
     BlockScheme,
     CacheShape,
@@ -131,9 +131,14 @@ class TokenSequence(Protocol):
     can_rewind: whether `rewind` can take tokens back.
     """
 
-    n_tokens: int
-    prompt_bytes: int
-    entries: FirstEntries | None
+    @property
+    def n_tokens(self) -> int: ...
+
+    @property
+    def prompt_bytes(self) -> int: ...
+
+    @property
+    def entries(self) -> FirstEntries | None: ...
 
     @property
     def kv_bytes(self) -> int: ...
@@ -212,6 +217,14 @@ class RowCosts:
 # -- the runtime ----------------------------------------------------------------------------------
 
 
+class Made(Protocol):
+    """Caches that were computed together; each may be put together when it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, at: int) -> ChunkCache: ...
+
+
 class Runtime(ModelText):
     """Runs one model. All methods but those of text are called in the model's thread.
 
@@ -228,8 +241,18 @@ class Runtime(ModelText):
 
     @property
     def device_name(self) -> str:
-        """Where it runs, for messages."""
-        return "this machine"
+        """Where it runs, such as ``cpu`` or ``cuda:0``."""
+        return "cpu"
+
+    @property
+    def dtype_name(self) -> str:
+        """What it computes in."""
+        return "float32"
+
+    @property
+    def weights(self) -> str:
+        """How its weights are kept."""
+        return "unpacked"
 
     @property
     @abstractmethod
@@ -269,7 +292,7 @@ class Runtime(ModelText):
     def prefill(
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
-    ) -> Sequence[ChunkCache]:  # fmt: skip
+    ) -> Made:  # fmt: skip
         """Compute the caches of chunks; each sees the prefix and itself, no other chunk.
 
         pause: see `Observer.pause`.
@@ -281,9 +304,16 @@ class Runtime(ModelText):
     def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
         """The arrays in the cache of a chunk of so many tokens."""
 
-    def reader(self, store: Store, hot_bytes: int | str | None) -> ChunkReader:
+    def reader(self, store: IngestStore, hot_bytes: int | str | None) -> ChunkReader:
         """What opens the caches of a store; hot_bytes: memory for those that it may hold."""
         return ChunkReader(store)
+
+    def hot_budget(self, hot_bytes: int | str | None) -> int:
+        """Bytes of memory for caches that an engine's option ``hot_bytes`` stands for.
+
+        Raises InvalidOption for no size, and for more than there is.
+        """
+        return 0
 
     def free(self) -> None:
         """Free memory of what can be read or computed again."""
@@ -315,8 +345,8 @@ class Runtime(ModelText):
     @abstractmethod
     def decode(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
-    ) -> Sequence[Sequence[Logits]]:
-        """One step: the logits after each of the next tokens of each sequence.
+    ) -> Sequence[Any]:
+        """One step: of each sequence the logits after each of its next tokens, in order.
 
         Raises OutOfMemory. Sequences that `can_rewind` are then as they were before.
         """

@@ -19,7 +19,6 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.options import AnswerOptions
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.costs import assumed_costs
 from samkv_integrations.server.bodies import Samkv, Usage, with_stream
 from samkv_integrations.server.failures import Failure
 from samkv_integrations.server.service import BoundedRoute, Service
@@ -174,7 +173,7 @@ class _Writer:
         yield {"object": "samkv.answer.end", **self._end(stream.report, stream.finish_reason)}
 
     def _end(self, report: Report, finish_reason: str | None) -> dict[str, Any]:
-        is_measured = self._costs != assumed_costs(self._model)
+        is_measured = self._costs != self._model.assumed_costs()
         full_s = self._model.n_layers * self._costs.full_prefill_s(report.prompt_tokens)
         return {
             "model": self._model_name,

@@ -12,6 +12,7 @@ from samkv_integrations.plan.describe import describe
 from samkv_integrations.plan.kept_sequences import KeptSequence
 from samkv_integrations.plan.plan import Plan, make_plan
 from samkv_integrations.plan.request import Request
+from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.base import (
     Begun,
@@ -27,14 +28,15 @@ from samkv_integrations.runtimes.base import (
 class FirstToken:
     """The result of the prompt's pass.
 
-    logits: of the first token. sequence: for the tokens after it. report: figures that later
-    stages add, such as ``ttft_s``, are still 0. kept: the prompt's entries in memory, which those
-    of the answer may follow; None if they cannot.
+    logits: of the first token. sequence: for the tokens after it. layout: of the prompt.
+    report: figures that later stages add, such as ``ttft_s``, are still 0. kept: the prompt's
+    entries in memory, which those of the answer may follow; None if they cannot.
     """
 
     logits: Logits
     sequence: TokenSequence
     report: Report
+    layout: Layout
     kept: KeptSequence[FirstEntries] | None = None
 
 
@@ -70,12 +72,16 @@ def _first_token(request: Request, observer: Observer) -> FirstToken:
     if plan.missed:
         with observer.stage("compute_chunks"):
             resolved = request.resolved
-            resolved.add_computed(request.chunks.compute_for(plan.missed, resolved.since))
+            made = request.chunks.compute_for(plan.missed, resolved.since, observer.pause)
+            resolved.add_computed(made)
         plan = make_plan(request, request.look_up(), may_compute=False)
     begun = request.model.begin(plan.work, observer)
     kept = _keep(request, plan, begun)
     report = replace(describe(request, plan, begun), stays=kept is not None)
-    return FirstToken(logits=begun.logits, sequence=begun.sequence, report=report, kept=kept)
+    return FirstToken(
+        logits=begun.logits, sequence=begun.sequence, report=report, layout=plan.work.layout,
+        kept=kept,
+    )  # fmt: skip
 
 
 def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntries] | None:

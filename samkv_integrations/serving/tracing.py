@@ -161,12 +161,12 @@ def trace_answer(ended: AnswerEnded) -> None:
 def _options_of(ended: AnswerEnded) -> Attributes:
     """What was asked for, and how the answer ended."""
     sampling, found = ended.settings.sampling, Attributes()
-    found["gen_ai.request.max_tokens"] = sampling.values["max_new_tokens"]
+    found["gen_ai.request.max_tokens"] = sampling.max_new_tokens
     found["gen_ai.output.type"] = "text" if ended.settings.json_schema is None else "json"
     of_sampling = () if sampling.is_greedy else ("top_k", "top_p")
     for name in ("temperature", "seed", *of_sampling):
-        if sampling.values[name] is not None:
-            found[f"gen_ai.request.{name}"] = sampling.values[name]
+        if (value := getattr(sampling, name)) is not None:
+            found[f"gen_ai.request.{name}"] = value
     if ended.finish_reason is not None:
         found["gen_ai.response.finish_reasons"] = [ended.finish_reason]
     return found

@@ -9,7 +9,7 @@ import torch
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.plan.kept_sequences import KeptSequence
-from samkv_integrations.runtimes.transformers.passes.working_cache import FirstEntries
+from samkv_integrations.runtimes.base import FirstEntries
 from tests.support.models import tiny_model
 
 CHUNKS = [

@@ -15,8 +15,6 @@ from langchain_samkv.base import LocalModel
 from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
-
-# LOST from samkv_integrations.options import OPTIONS
 from samkv_integrations.option import declared
 from samkv_integrations.options import SamplingOptions
 from tests.support.asked import listen

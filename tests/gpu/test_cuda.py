@@ -34,8 +34,6 @@ from samkv_integrations.runtimes.transformers.eviction import Quest
 from samkv_integrations.runtimes.transformers.papers.ape import ApeAttention
 from samkv_integrations.runtimes.transformers.papers.multi_infllm import MultiInfllmSelect
 from samkv_integrations.runtimes.transformers.runtime import Model
-
-# LOST from samkv_integrations.serving.static_step import Graphs
 from samkv_integrations.store.disk import ChunkStore
 from tests.support.chunks import encoded
 from tests.support.laws import changed, mixed

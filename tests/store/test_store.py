@@ -27,8 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samkv_integrations.errors import CacheMiss, InvalidOption, StoreError
-
-# LOST from samkv_integrations.lab.tuned import read_tuned
 from samkv_integrations.store.chunk import ChunkCache
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.indexed import IndexedStore

@@ -16,6 +16,6 @@ def test_it_tunes() -> None:
     for ingested, tuned, _, written in kept_and_executed(NAME):
         assert "40 chunks in collection 'archive'" in ingested
         method = re.findall(r"recommended: --method ([\w-]+)", tuned)[0]
-        assert f'method = "{method}"' in written
+        assert f"method={method!r}" in written
         mine, n, full = map(int, re.findall(r": (\d+) of (\d+), full prefill (\d+)", tuned)[0])
         assert mine >= full > n / 2

@@ -27,8 +27,6 @@ from samkv_integrations.frameworks.local_llm import (
 )
 from samkv_integrations.methods import get_method
 
-# LOST from samkv_integrations.option import check_option
-
 if TYPE_CHECKING:
     from samkv_integrations import AnswerStream, Eviction, Method
 
@@ -165,7 +163,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         # LangChain writes the stop strings of a call under "stop", also if there are none
         always |= {"stop_sequences": always.pop("stop", None)}
         engine, model = self.engine, self.engine.model
-        template = str(model.tokenizer.chat_template).encode()
+        template = str(model.chat_template).encode()
         return {
             "model_name": self.model_name,
             "engine": engine.fingerprint.digest,

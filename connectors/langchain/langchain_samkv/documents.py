@@ -10,7 +10,7 @@ from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransfo
 from pydantic import Field
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.components import is_handle, normalise, twin
+from samkv_integrations.frameworks.components import normalise, twin
 from samkv_integrations.frameworks.engine_args import WithEngine
 from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.handles import is_handle

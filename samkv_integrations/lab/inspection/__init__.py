@@ -6,7 +6,7 @@ import base64
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -20,16 +20,15 @@ from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.options import AnswerSettings
-from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan, ObservedLayer
-
-# LOST from samkv_integrations.runtimes.transformers.passes.decode import decode_greedily
+from samkv_integrations.runtimes.transformers.passes.prompt import LayerObserver
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving.alone import decode_greedily
 from samkv_integrations.serving.first_token import first_token
 
 __all__ = ["InspectedChunk", "Inspection", "State", "inspect"]
@@ -237,6 +236,11 @@ def inspect(
 
     Raises what `Engine.generate` raises.
     """
+    if not isinstance(engine.model, Model):
+        raise InvalidOption(
+            f"{engine.model.name!r} runs on {type(engine.model).__name__}; only models of the "
+            "transformers runtime can be inspected"
+        )
     settings = AnswerSettings.of(
         method=method, eviction=eviction, on_miss="text", max_new_tokens=max_new_tokens
     )
@@ -274,6 +278,7 @@ def _watched(
     `State.UNCACHED` stands for all that has no stored entry.
     """
     model, most = engine.model, settings.sampling.max_new_tokens
+    assert isinstance(model, Model)  # `inspect` has looked
     seen: dict[int, tuple[LayerPlan, Tensor]] = {}
 
     def see(layer: ObservedLayer) -> None:
@@ -290,15 +295,15 @@ def _watched(
             logits = torch.cat((logits, sinks.float()[:, None]), -1)
         seen[layer.number] = layer.plan, logits.softmax(-1)[:, : len(layer.keys)].mean(0).cpu()
 
-    request = replace(engine.request(resolved, settings, most), observers=(see,), prefixes=None)
+    request = replace(engine.request(resolved, settings), sequences=None)
 
-    def answer() -> tuple[str, Report, TensorLayout]:
-        begun = first_token(request)
-        tokens, text = decode_greedily(model, begun, most)
+    def answer(pause: Callable[[], None]) -> tuple[str, Report, TensorLayout]:
+        first = first_token(request, LayerObserver(see))
+        tokens, text = decode_greedily(request, first, most)
         report = replace(
-            begun.report, completion_tokens=len(tokens), decode_kv_bytes=begun.cache.kv_bytes
+            first.report, completion_tokens=len(tokens), decode_kv_bytes=first.sequence.kv_bytes
         )
-        return text, report, TensorLayout(begun.layout)
+        return text, report, TensorLayout(first.layout)
 
     text, report, layout = engine.scheduler.run(answer)
     shape = model.n_layers, layout.n_tokens

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -36,20 +36,20 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
-from samkv_integrations.runtimes.transformers.passes.decode import decode
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     Before,
+    PrefilledChunks,
     batches,
     entries_before,
     prefill,
 )
 from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
 from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
-from samkv_integrations.store.base import Store
+from samkv_integrations.store.base import IngestStore
 from samkv_integrations.store.chunk import (
     BlockScheme,
     CacheShape,
-    ChunkCache,
     ChunkRef,
     Fingerprint,
 )
@@ -59,8 +59,6 @@ class Model(LayeredModel, Runtime):
     """A transformers model as a `Runtime`. For its arguments see `LayeredModel`."""
 
     _before: tuple[str, Before] | None = None  # entries of the prefix, by fingerprint
-    stable_layers: Mapping[tuple[str, ...], tuple[int, ...]] = {}
-    """The layers N* by the keys of the chunks that have voted, of the latest vote."""
 
     @cached_property
     def _readers(self) -> WeakSet[HotChunks]:
@@ -105,7 +103,7 @@ class Model(LayeredModel, Runtime):
     def prefill(
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
-    ) -> Sequence[ChunkCache]:  # fmt: skip
+    ) -> PrefilledChunks:  # fmt: skip
         with self.interruptible(pause):
             before, generation = self._before, self.generation()
             if before is None or before[0] != fingerprint.digest:
@@ -117,14 +115,14 @@ class Model(LayeredModel, Runtime):
     def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
         return cache_shape(fingerprint, n_tokens)
 
-    def reader(self, store: Store, hot_bytes: int | str | None) -> HotChunks:
+    def reader(self, store: IngestStore, hot_bytes: int | str | None) -> HotChunks:
         """Raises InvalidOption for no size, and for more than the device has."""
-        n_bytes = self._hot_bytes(hot_bytes) if store.path is not None else 0
+        n_bytes = self.hot_budget(hot_bytes) if store.path is not None else 0
         reader = HotChunks(store, n_bytes, self.layer_devices)
         self._readers.add(reader)
         return reader
 
-    def _hot_bytes(self, hot_bytes: int | str | None) -> int:
+    def hot_budget(self, hot_bytes: int | str | None) -> int:
         most = available_bytes()
         default = 0
         if self.device.type == "cuda":
@@ -163,9 +161,9 @@ class Model(LayeredModel, Runtime):
 
     def decode(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
-    ) -> Sequence[Sequence[Logits]]:
+    ) -> Sequence[torch.Tensor]:
         try:
-            return decode(self, sequences, tokens)
+            return decode(cast("Sequence[Decoder]", sequences), tokens)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory.on(self.device) from error
 

@@ -86,7 +86,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
-SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def text_config(config: Any) -> Any:  # noqa: ANN401

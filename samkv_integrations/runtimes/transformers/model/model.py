@@ -148,7 +148,8 @@ class LayeredModel(ModelText):
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
         self._passing = threading.local()
-        self.constraint_tokenizers: dict[frozenset[int], Any] = {}  # of `JsonConstraint`, by ends
+        # N* by the keys of the chunks that have voted, of the latest vote
+        self.stable_layers: dict[tuple[str, ...], tuple[int, ...]] = {}
         if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
             self.layer_devices = self._devices_of_layers()
 
@@ -263,6 +264,10 @@ class LayeredModel(ModelText):
         for value in (getattr(source, "eos_token_id", None) for source in sources):
             found.update([value] if isinstance(value, int) else value or [])
         return frozenset(found)
+
+    @property
+    def fast_tokenizer(self) -> Any:  # noqa: ANN401
+        return self.tokenizer.backend_tokenizer
 
     @property
     def chat_template(self) -> str | None:

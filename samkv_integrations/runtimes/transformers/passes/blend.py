@@ -25,8 +25,8 @@ from samkv_integrations.runtimes.transformers.papers.base import ContextAttentio
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
-    FirstEntries,
     LayerEntries,
+    LayerwiseEntries,
     WorkingCache,
     as_heads,
     rooms_for,
@@ -271,7 +271,7 @@ class Blend:
     rotation: Rotation
     update: Update | None = None
     weigh: ContextAttention | None = None
-    held: FirstEntries | None = None
+    held: LayerwiseEntries | None = None
     prefix_to_fill: CopiedEntries | None = None
     is_exact: bool = False
     cache: WorkingCache | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from samkv_integrations.runtimes.transformers.passes.method import (
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
     DenseCache,
+    LayerwiseEntries,
     SparseCache,
     WorkingCache,
 )
@@ -81,7 +83,8 @@ class PromptRun:
         self._blend = Blend(
             model=model, context=self.context, update=work.method.update,
             rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=work.method.attend,
-            held=work.held.entries, is_exact=work.held.n_exact > work.held.n_tokens,
+            held=cast("LayerwiseEntries | None", work.held.entries),
+            is_exact=work.held.n_exact > work.held.n_tokens,
         )  # fmt: skip
 
     def plan(self, keep: Tensor, recompute: Tensor) -> PassPlan:
@@ -175,7 +178,7 @@ def run_prompt(model: LayeredModel, work: PromptPass, observer: Observer) -> Beg
         copied = CopiedEntries(n_tokens=work.n_copied) if work.n_copied else None
         logits, plan = run.blend(choice, cache, copied)
         if isinstance(cache, DenseCache) and work.held.entries is not None and run.n_again:
-            cache.lend(run.again, work.held.entries)
+            cache.lend(run.again, cast("LayerwiseEntries", work.held.entries))
         return _begun(run, cache, plan, logits, copied)
 
 

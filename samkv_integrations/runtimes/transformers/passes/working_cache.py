@@ -36,7 +36,7 @@ from samkv_integrations.runtimes.transformers.papers.base import ContextAttentio
 from samkv_integrations.runtimes.transformers.passes.loader import Context
 
 
-class FirstEntries(Protocol):
+class LayerwiseEntries(Protocol):
     """Rotated entries of a prompt's first tokens, as kept sequences hold them."""
 
     def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class FirstEntries(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CopiedEntries(FirstEntries):
+class CopiedEntries(LayerwiseEntries):
     """Copies of the entries of the first ``n_tokens``, which a pass adds layer by layer.
 
     For answers whose working cache lacks some of them.
@@ -193,7 +193,7 @@ def _attention(
     return model.attention(layer, query, keys, values, scaling, mask, False)
 
 
-class DenseCache(WorkingCache, FirstEntries):
+class DenseCache(WorkingCache, LayerwiseEntries):
     """Rotated keys and values, with room for the answer's tokens; an eviction rule may thin it out.
 
     Layers may hold different numbers of entries, ``lengths``. They are in position order until a
@@ -238,7 +238,7 @@ class DenseCache(WorkingCache, FirstEntries):
         self._keeps_all = keeps_all
         self._is_plain = weigh is None and (model is None or model.scores_plainly)
         self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
-        self._lent: tuple[Tensor, FirstEntries] | None = None
+        self._lent: tuple[Tensor, LayerwiseEntries] | None = None
         self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
 
     @property
@@ -321,7 +321,7 @@ class DenseCache(WorkingCache, FirstEntries):
     def can_rewind(self) -> bool:
         return not (self._keepers and self._slides)
 
-    def lend(self, positions: Tensor, entries: FirstEntries) -> None:
+    def lend(self, positions: Tensor, entries: LayerwiseEntries) -> None:
         """Note that the entries at these positions are this answer's alone.
 
         entries: those that `put_back` restores, of all tokens up to the last position.

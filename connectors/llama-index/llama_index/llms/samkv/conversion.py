@@ -29,7 +29,7 @@ from samkv_integrations.frameworks.tool_calls import (
 if TYPE_CHECKING:
     from samkv_integrations import Report
     from samkv_integrations.prompt.quoting import RenderedPrompt
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    from samkv_integrations.runtimes.base import Runtime
 
 
 def with_system_prompt(
@@ -48,7 +48,9 @@ def with_system_prompt(
 
 
 def rendered(
-    messages: Sequence[ChatMessage], to_prompt: Callable[[Sequence[ChatMessage]], str], model: Model
+    messages: Sequence[ChatMessage],
+    to_prompt: Callable[[Sequence[ChatMessage]], str],
+    model: Runtime,
 ) -> RenderedPrompt:
     """The prompt that a function of the user makes; messages can inject no control tokens."""
 
