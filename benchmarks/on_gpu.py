@@ -128,7 +128,7 @@ def first_token(run: Run) -> Iterator[Row]:
         ask = partial(run.ask, engine, prompt, asked)
         rounds: list[list[float]] = []
         for round_ in range(run.rounds + 1):
-            engine.chunks.hot.clear()
+            engine.chunks.reader.clear()
             calls = (partial(run.plain, prompt, 1), ask, ask, ask)
             rounds.append([run.seconds(call) for call in calls])
             yield {"cell": cell, "round": round_, "plain, disk, pinned, hot": rounds[-1]}

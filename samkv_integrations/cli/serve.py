@@ -98,6 +98,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
 
     from samkv_integrations.engine import kept_budget
     from samkv_integrations.runtimes.transformers.loading import load_model
+    from samkv_integrations.serving.fairness import FairTurns
     from samkv_integrations.serving.scheduler import Scheduler
     from samkv_integrations.serving.turns import Limits
 
@@ -154,7 +155,11 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         kept_bytes = kept_budget(loaded, of_engines.get("prefix_bytes"))
         of_engines["prefix_bytes"] = kept_bytes // n_parts
         tenancy = Tenancy(
-            Scheduler(loaded, limits), index.folder, index.remote, database=database, **of_engines
+            Scheduler(loaded, limits, turns=FairTurns),
+            index.folder,
+            index.remote,
+            database=database,
+            **of_engines,
         )
         for tenant in keys.tenants:  # here, where a folder that cannot be used ends the command
             tenancy.engine(tenant).chunks.warn_if_none_fits()

@@ -33,9 +33,9 @@ def test_a_text_of_other_tokens_is_not_computed() -> None:
     true, forged = "What the chunk says.", "What somebody else says."
     ids = tuple(engine.model.tokenize(true, special=False))
     computed = partial(engine.chunks.compute_for, since=0)
-    assert engine.scheduler.run(lambda: computed({ids: forged})) == {}
+    assert engine.scheduler.run(lambda _: computed({ids: forged})) == {}
     assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
-    assert list(engine.scheduler.run(lambda: computed({ids: true}))) == [ids]
+    assert list(engine.scheduler.run(lambda _: computed({ids: true}))) == [ids]
 
 
 def test_a_chunk_that_no_prompt_will_find_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,7 +57,7 @@ def hot(tmp_path: Path) -> Engine:
     """An engine whose chunks are hot."""
     engine = engine_on(tmp_path / "kv")
     engine.cache_chunks(CHUNKS)
-    assert reused(engine) == len(CHUNKS) and engine.chunks.hot.n_bytes > 0
+    assert reused(engine) == len(CHUNKS) and engine.chunks.reader.n_bytes > 0
     return engine
 
 
@@ -143,7 +143,7 @@ def test_an_announcement_evicts_none_of_its_own_chunks(tmp_path: Path) -> None:
     engine = engine_on(tmp_path)
     engine.cache_chunks(CHUNKS)
     engine.generate(CHUNKS[0], CHUNKS[:1], max_new_tokens=1)
-    small = engine_on(tmp_path, hot_bytes=engine.chunks.hot.n_bytes * 3 // 2)  # for one chunk
+    small = engine_on(tmp_path, hot_bytes=engine.chunks.reader.n_bytes * 3 // 2)  # for one chunk
 
     def read(text: str) -> int:
         return small.generate(text, [text], max_new_tokens=1).report.bytes_read
@@ -151,7 +151,7 @@ def test_an_announcement_evicts_none_of_its_own_chunks(tmp_path: Path) -> None:
     announce(small, CHUNKS)
     assert read(CHUNKS[0]) == 0
     announce(small, [CHUNKS[0], *CHUNKS[2:]])
-    assert read(CHUNKS[0]) == 0 and small.chunks.hot.n_bytes <= small.chunks.hot.max_bytes
+    assert read(CHUNKS[0]) == 0 and small.chunks.reader.n_bytes <= small.chunks.reader.max_bytes
 
 
 def delete_here(engine: Engine) -> None:
@@ -183,15 +183,15 @@ def test_what_the_store_has_not_any_more_is_not_used(
 ) -> None:
     remove(hot)
     if remove in (delete_here, GONE[2]):
-        assert hot.chunks.hot.n_bytes == 0  # before the next question
+        assert hot.chunks.reader.n_bytes == 0  # before the next question
     assert reused(hot) == 0
-    assert hot.chunks.hot.n_bytes == 0
+    assert hot.chunks.reader.n_bytes == 0
 
 
 def test_memory_of_what_others_deleted_is_freed_by_any_question(hot: Engine) -> None:
     delete_elsewhere(hot)
     hot.generate("Hello", max_new_tokens=1)
-    assert hot.chunks.hot.n_bytes == 0
+    assert hot.chunks.reader.n_bytes == 0
 
 
 def no_thread_starts(*_: object) -> Future[None]:
@@ -222,13 +222,13 @@ def test_a_deletion_while_a_question_reads_is_final(
 
     def late(file: ChunkFile, entries: NDArray[np.uint8]) -> object:
         other.forget(CHUNKS)
-        engine.chunks.hot.sweep()
+        engine.chunks.reader.sweep()
         return chunk(file, entries)
 
     with monkeypatch.context() as patch:
         patch.setattr(ChunkFile, "chunk", late)
         assert reused(engine) == len(CHUNKS)  # it had opened them before
-    assert engine.chunks.hot.n_bytes == 0 and reused(engine) == 0
+    assert engine.chunks.reader.n_bytes == 0 and reused(engine) == 0
 
 
 def test_questions_and_deletions_by_two_processes_at_once(tmp_path: Path) -> None:
@@ -284,11 +284,11 @@ def test_another_model_or_namespace_has_chunks_of_its_own(hot: Engine, tmp_path:
     hf = hf_model("llama")
     engine = engine_on(tmp_path / "kv", model=Model(hf, byte_tokenizer(bos=True), "tiny"))
     other = engine_on(tmp_path / "kv", namespace="other", model=engine.model)
-    assert reused(engine) == len(CHUNKS) and engine.chunks.hot.n_bytes > 0
-    assert reused(other) == 0 and other.chunks.hot.n_bytes == 0
+    assert reused(engine) == len(CHUNKS) and engine.chunks.reader.n_bytes > 0
+    assert reused(other) == 0 and other.chunks.reader.n_bytes == 0
     with torch.no_grad():
         hf.model.layers[0].self_attn.k_proj.weight[3, 5] += 9
-    assert reused(engine) == 0 and engine.chunks.hot.n_bytes == 0
+    assert reused(engine) == 0 and engine.chunks.reader.n_bytes == 0
 
 
 def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     n_bytes = []
     for text in CHUNKS[:2]:
         engine.generate(text, [text], max_new_tokens=1)
-        n_bytes.append(engine.chunks.hot.n_bytes)
+        n_bytes.append(engine.chunks.reader.n_bytes)
     small = engine_on(tmp_path, hot_bytes=n_bytes[1] + n_bytes[0] // 2)
 
     def read(text: str) -> int:
@@ -305,9 +305,9 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
 
     for text in (CHUNKS[0], CHUNKS[3], CHUNKS[0], CHUNKS[1]):
         read(text)
-        assert small.chunks.hot.n_bytes <= small.chunks.hot.max_bytes
+        assert small.chunks.reader.n_bytes <= small.chunks.reader.max_bytes
     assert read(CHUNKS[0]) == 0 and read(CHUNKS[3]) > 0
-    small.chunks.hot.clear()
+    small.chunks.reader.clear()
     assert read(CHUNKS[0]) > 0
 
 
@@ -319,7 +319,7 @@ def test_what_is_no_size_is_refused(tmp_path: Path, hot_bytes: Any) -> None:
 
 def test_a_size_may_have_a_unit(tmp_path: Path) -> None:
     engine = Engine(tiny_model(), ChunkStore(tmp_path), hot_bytes="2MB")
-    assert engine.chunks.hot.max_bytes == 2_000_000
+    assert engine.chunks.reader.max_bytes == 2_000_000
 
 
 def test_more_than_the_device_has_is_refused(
@@ -331,7 +331,7 @@ def test_more_than_the_device_has_is_refused(
     with pretend_device(), pytest.raises(InvalidOption, match="=8001, and cuda:0 has 8000 bytes"):
         on_device(tmp_path, hot_bytes=8001)
     with pretend_device():
-        assert on_device(tmp_path, hot_bytes=None).chunks.hot.max_bytes == 600
+        assert on_device(tmp_path, hot_bytes=None).chunks.reader.max_bytes == 600
 
 
 @pytest.fixture
@@ -370,7 +370,7 @@ def test_chunks_that_are_used_again_are_on_the_device(
                 with engine.resolve(TWICE, CHUNKS) as resolved:
                     assert all(isinstance(each, HotChunk) for each in resolved.opened)
                     assert all(isinstance(each.hot.entries, OnDevice) for each in resolved.opened)  # type: ignore[attr-defined]
-                held = engine.chunks.hot.n_bytes
+                held = engine.chunks.reader.n_bytes
                 assert share == 100 or room < held <= 2 * room  # on both
     assert n_waits[100] <= n_waits[0]
 
@@ -436,7 +436,7 @@ def test_what_two_questions_bring_at_once_is_copied_once(tmp_path: Path, on_cpu:
     with pretend_device() as device:
         engine = on_device(tmp_path, hot_bytes=ROOM)
         engine.logits(PROMPT, CHUNKS)
-        hot, key = engine.chunks.hot, on_cpu.key_of(CHUNKS[0])
+        hot, key = engine.chunks.reader, on_cpu.key_of(CHUNKS[0])
         one, other = (hot.open(key, on_cpu.fingerprint) for _ in range(2))
         hot.bring([one])
         device.log.clear()
@@ -479,7 +479,7 @@ def test_a_cache_that_the_host_has_no_memory_for_is_not_held(
 
     with pretend_device():
         engine = on_device(tmp_path, hot_bytes=room)
-        hot = engine.chunks.hot
+        hot = engine.chunks.reader
         for text in (CHUNKS[0], CHUNKS[3]):
             engine.logits(text, [text])
             if text == CHUNKS[0]:
@@ -516,7 +516,7 @@ def test_a_device_without_memory_frees_the_chunks_and_tries_again(
     goes_on = other.stream(PROMPT, CHUNKS, max_new_tokens=40)
     Full(monkeypatch, 1)
     assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
-    assert hot.chunks.hot.n_bytes == other.chunks.hot.n_bytes == 0
+    assert hot.chunks.reader.n_bytes == other.chunks.reader.n_bytes == 0
     Full(monkeypatch, 2)
     with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer; retrieve few"):
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
@@ -543,7 +543,7 @@ def test_a_step_without_memory_is_taken_back_and_tried_once_more(
     found = hot.generate(PROMPT, CHUNKS, **asked)
     assert found.text == expected.text
     assert found.report.decode_kv_bytes == expected.report.decode_kv_bytes, "no entry twice"
-    assert not left and hot.chunks.hot.n_bytes == 0
+    assert not left and hot.chunks.reader.n_bytes == 0
 
 
 def test_a_step_without_memory_for_a_larger_cache_is_tried_once_more(
@@ -614,5 +614,5 @@ def test_what_a_rule_evicted_in_a_step_is_not_tried_again(
     monkeypatch.setattr(scheduler, "decode", full)
     with pytest.raises(OutOfMemory):
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4, eviction="h2o")
-    assert hot.chunks.hot.n_bytes == 0
+    assert hot.chunks.reader.n_bytes == 0
     assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4, eviction="h2o").text

@@ -27,7 +27,7 @@ def engine_on(folder: Path, model: Model | None = None) -> Engine:
 
 
 def n_kept(engine: Engine) -> int:
-    return len(engine.prefixes._sequences)  # noqa: SLF001
+    return len(engine.sequences._sequences)  # noqa: SLF001
 
 
 def test_a_method_with_other_options_is_another_method(tmp_path: Path) -> None:
@@ -48,9 +48,9 @@ def test_a_deletion_frees_memory_at_once(tmp_path: Path) -> None:
         lambda: engine.delete([engine.key_of(CHUNKS[1])]),
     ):
         engine.generate(PROMPT, max_new_tokens=1)
-        assert engine.prefixes.n_bytes > 0
+        assert engine.sequences.n_bytes > 0
         delete()
-        assert engine.prefixes.n_bytes == 0
+        assert engine.sequences.n_bytes == 0
 
 
 def test_another_ones_deletion_frees_it_with_the_next_question(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_an_answer_that_packed_weights_decoded_is_not_exact(
 ) -> None:
     engine = engine_on(tmp_path)
     for is_packed in (False, True):
-        engine.prefixes.clear()
+        engine.sequences.clear()
         monkeypatch.setattr(Model, "decodes_packed", is_packed)
         report = engine.generate(PROMPT, method="recompute", max_new_tokens=6).report
-        (kept,) = engine.prefixes._sequences  # noqa: SLF001
+        (kept,) = engine.sequences._sequences  # noqa: SLF001
         assert len(kept.token_ids) > report.prompt_tokens
         assert kept.n_exact == (report.prompt_tokens if is_packed else len(kept.token_ids))

@@ -39,7 +39,7 @@ def test_a_thousand_conversations_in_room_for_twenty() -> None:
     plain = Engine(model, method="recompute", prefix_bytes=0)
     probe = Engine(model, method="recompute", prefix_bytes=2**30)
     turn(probe, turn(probe, opening("probe"))[0])
-    budget = 20 * probe.prefixes.n_bytes
+    budget = 20 * probe.sequences.n_bytes
     engine = Engine(model, method="recompute", prefix_bytes=budget)
     going: dict[int, str] = {}
     n_held, resident = [], []
@@ -48,7 +48,7 @@ def test_a_thousand_conversations_in_room_for_twenty() -> None:
         for each in rng.sample(sorted(going), k=min(len(going), 3)):
             going[each], report = turn(engine, going[each])
             n_held.append(report.prefix_tokens)
-            assert engine.prefixes.n_bytes <= budget
+            assert engine.sequences.n_bytes <= budget
         if len(going) > 30:
             ended = rng.choice(sorted(going))
             said = going.pop(ended)
@@ -72,7 +72,7 @@ def test_tenants_share_nothing() -> None:
         for _ in range(number + 1):
             said, report = turn(mine, said)
         assert turn(theirs, said)[1].prefix_tokens == 0
-        theirs.prefixes.clear()
+        theirs.sequences.clear()
     assert report.prefix_tokens > 0
 
 

@@ -31,7 +31,7 @@ def engine(heard: list[AnswerEnded]) -> Iterator[Engine]:
     engine = Engine(tiny_model("llama"), method="reuse", block_size=8)
     engine.listeners.append(heard.append)
     yield engine
-    engine.scheduler.run(lambda: None)
+    engine.scheduler.run(lambda _: None)
 
 
 def test_a_complete_answer(engine: Engine, heard: list[AnswerEnded]) -> None:
@@ -111,7 +111,7 @@ def test_a_dropped_answer_frees_its_cache_and_tells_nobody(
     gc.collect()
     assert set(threading.enumerate()) <= threads
     for _ in range(2):  # it is dropped before the next work, or before the one after
-        engine.scheduler.run(lambda: None)
+        engine.scheduler.run(lambda _: None)
     assert engine.scheduler.load.running == 0 and heard == []
 
 

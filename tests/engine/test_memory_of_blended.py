@@ -24,7 +24,7 @@ def prompt_of(chunks: list[str], head: str = HEAD) -> str:
 
 
 def kept_by(engine: Engine) -> KeptSequence[FirstEntries]:
-    (only,) = engine.prefixes._sequences  # noqa: SLF001
+    (only,) = engine.sequences._sequences  # noqa: SLF001
     return only
 
 

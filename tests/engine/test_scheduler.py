@@ -28,6 +28,7 @@ from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.first_token import FirstToken, first_token
 from samkv_integrations.serving.grammar import JsonConstraint
 from samkv_integrations.serving.scheduler import Scheduler
@@ -48,7 +49,10 @@ PROMPTS = [
 
 def engine_of(model: Model, limits: Limits | None = None, **options: object) -> Engine:
     engine = Engine(
-        model, block_size=8, scheduler=Scheduler(model, limits), **{"method": "reuse", **options}
+        model,
+        block_size=8,
+        scheduler=Scheduler(model, limits, turns=FairTurns),
+        **{"method": "reuse", **options},
     )
     engine.cache_chunks(TEXTS)
     return engine
@@ -69,7 +73,7 @@ def eventually(is_so: Callable[[], bool], engine: Engine) -> None:
     """Wait until the scheduler's thread has come so far; it is not idle before."""
     for _ in range(1000):
         was_so = is_so()
-        engine.scheduler.run(lambda: None)  # after the step that is under way
+        engine.scheduler.run(lambda _: None)  # after the step that is under way
         if was_so:
             return
     raise AssertionError("it never was")
@@ -219,7 +223,7 @@ def test_work_and_answers_take_turns(engine: Engine) -> None:
 
     def ingest() -> None:
         while not is_answered.is_set():
-            engine.scheduler.run(lambda: order.append("work"))
+            engine.scheduler.run(lambda _: order.append("work"))
 
     with ThreadPoolExecutor(1) as threads:
         ingesting = threads.submit(ingest)
@@ -434,7 +438,7 @@ def test_a_first_pass_ends_where_its_reader_leaves(
 
     loop: asyncio.AbstractEventLoop
     asyncio.run(ask())
-    engine.scheduler.run(lambda: None)
+    engine.scheduler.run(lambda _: None)
     assert len(n_layers) == 2
     monkeypatch.undo()
     assert engine.generate(PROMPTS[0], max_new_tokens=4).text
@@ -580,7 +584,7 @@ def test_it_starts_when_there_is_something_to_do_and_ends_with_the_engine(
     assert model_threads() == others
     engine.generate("Hello", max_new_tokens=2)
     (thread,) = set(model_threads()) - set(others)
-    engine.scheduler.run(lambda: None)  # it holds nothing of the answer any more
+    engine.scheduler.run(lambda _: None)  # it holds nothing of the answer any more
     del engine
     gc.collect()
     thread.join(PATIENCE_S)

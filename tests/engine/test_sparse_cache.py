@@ -204,7 +204,7 @@ def test_a_step_takes_one_thread_and_leaves_all_others_theirs(
     torch.set_num_threads(3)
     try:
         with_three = engine.logits(PROMPT, method="reuse", eviction="quest", follow=FOLLOW)
-        assert engine.scheduler.run(torch.get_num_threads) == 3
+        assert engine.scheduler.run(lambda _: torch.get_num_threads()) == 3
     finally:
         torch.set_num_threads(before)
     assert (set(seen), set(of_others)) == ({1}, {3})

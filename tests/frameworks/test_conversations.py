@@ -130,4 +130,4 @@ def test_the_budget_is_an_argument() -> None:
         ChatSamKV(model="builtin", prefix_bytes="5MB"),
         SamKVLLM(model_name="builtin", prefix_bytes="5MB"),
     ):
-        assert made.engine.prefixes.max_bytes == 5_000_000
+        assert made.engine.sequences.max_bytes == 5_000_000

@@ -121,7 +121,7 @@ def test_hot_chunks_are_on_the_device_or_pinned(tmp_path: Path, share: float):
     with hot.resolve(PROMPT, CHUNKS) as resolved:
         assert all(isinstance(each, HotChunk) for each in resolved.opened)
         assert all(each.hot.entries.is_cuda for each in resolved.opened)  # type: ignore[attr-defined]
-    assert Engine(model, store).chunks.hot.max_bytes > 0
+    assert Engine(model, store).chunks.reader.max_bytes > 0
 
 
 def test_a_pass_waits_for_copies_that_are_late(tmp_path: Path):

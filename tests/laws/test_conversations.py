@@ -146,7 +146,7 @@ def test_what_is_computed_again_leaves_memory_as_it_was() -> None:
     )
     first = engine.generate(history, max_new_tokens=8)
     n_tokens, n_layers = first.report.prompt_tokens, engine.model.n_layers
-    (before,) = engine.prefixes._sequences  # noqa: SLF001
+    (before,) = engine.sequences._sequences  # noqa: SLF001
     saved = [before.entries.of_layer(layer, n_tokens) for layer in range(n_layers)]
     saved = [(keys.clone(), values.clone()) for keys, values in saved]
     stream = engine.stream(
@@ -154,7 +154,7 @@ def test_what_is_computed_again_leaves_memory_as_it_was() -> None:
     )
     second = "".join(stream) and stream.report
     assert second.recompute_ratio > 0 and second.prefix_tokens > n_tokens and second.ran == "prefix"
-    (after,) = engine.prefixes._sequences  # noqa: SLF001
+    (after,) = engine.sequences._sequences  # noqa: SLF001
     assert after is not before
     for layer, sides in enumerate(saved):
         for mine, theirs in zip(after.entries.of_layer(layer, n_tokens), sides, strict=True):
@@ -208,7 +208,7 @@ ENDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", ENDS)
 def test_entries_hang_on_token_ids_alone(how: str) -> None:
     cold, warm = talking(0), talking(ROOM)
-    warm.prefixes.clear()
+    warm.sequences.clear()
     first = warm.generate(QUESTION, **{"max_new_tokens": 12, **ENDS[how]})
     prompt = QUESTION + first.text + "\nQuestion: When was it started?\nAnswer:"
     found = warm.generate(prompt, max_new_tokens=12)
@@ -219,7 +219,7 @@ def test_entries_hang_on_token_ids_alone(how: str) -> None:
 
 def test_of_a_cancelled_answer_stays_what_was_computed() -> None:
     warm = talking(ROOM)
-    warm.prefixes.clear()
+    warm.sequences.clear()
     with warm.stream("Documents:\n\n[Dunlux", max_new_tokens=400) as stream:
         said = "".join(next(stream) for _ in range(30))
     prompt = f"Documents:\n\n[Dunlux{said}\nQuestion: what?\nAnswer:"
@@ -230,7 +230,7 @@ def test_of_a_cancelled_answer_stays_what_was_computed() -> None:
 
 def test_an_answer_that_the_client_changed_is_computed_from_there() -> None:
     cold, warm = talking(0), talking(ROOM)
-    warm.prefixes.clear()
+    warm.sequences.clear()
     first = warm.generate(QUESTION, max_new_tokens=12)
     prompt = QUESTION + " Nowhere." + "\nQuestion: When was it started?\nAnswer:"
     found = warm.generate(prompt, max_new_tokens=12)
@@ -263,7 +263,7 @@ def test_a_prompt_is_answered_alike_after_a_hundred_others(method: str) -> None:
         assert found.text == expected.text
         assert found.report.ran == expected.report.ran
         assert found.report.recompute_ratio == expected.report.recompute_ratio
-        fresh.prefixes.clear()
+        fresh.sequences.clear()
 
 
 THINKS = (
@@ -323,7 +323,7 @@ def test_what_was_computed_for_a_question_is_known() -> None:
     engine = engine_of("llama", 8, prefix_bytes=ROOM)
     engine.cache_chunks(LONG)
     report = engine.generate(OF_LONG, LONG, max_new_tokens=1, method="samkv-guided").report
-    (kept,) = engine.prefixes._sequences  # noqa: SLF001
+    (kept,) = engine.sequences._sequences  # noqa: SLF001
     n_computed = report.recompute_ratio * report.context_tokens
     assert int(kept.from_cache.sum()) == pytest.approx(report.context_tokens - n_computed)
     assert n_computed > 8 * len(LONG)
@@ -396,14 +396,14 @@ def test_a_deletion_between_the_last_step_and_the_keeping(
 ) -> None:
     engine = Engine(builtin(), ChunkStore(tmp_path / "kv"), prefix_bytes=ROOM)
     engine.cache_chunks(TEXTS[:3])
-    keep = engine.prefixes.keep
+    keep = engine.sequences.keep
 
     def deleted_before(*args: Any) -> bool:
         Engine(builtin(), ChunkStore(tmp_path / "kv")).forget([TEXTS[0]])
         return keep(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.prefixes, "keep", deleted_before)
+        patch.setattr(engine.sequences, "keep", deleted_before)
         first = engine.generate(QUESTION, max_new_tokens=8)
     followed = f"{QUESTION}{first.text}\nQuestion: When was it started?\nAnswer:"
     assert engine.generate(followed, max_new_tokens=8).report.prefix_tokens == 0

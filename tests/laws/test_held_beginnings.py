@@ -56,7 +56,7 @@ def engines(family: str, store_bits: int, n_cached: int) -> list[Engine]:
 def pair(family: str, store_bits: int = 16, *, n_cached: int = len(CHUNKS)) -> list[Engine]:
     """Those engines; the second one holds the beginning of ``EARLIER``, and no other."""
     cold, warm = engines(family, store_bits, n_cached)
-    warm.prefixes.clear()
+    warm.sequences.clear()
     ask(warm, EARLIER, "reuse")
     return [cold, warm]
 
@@ -147,7 +147,7 @@ def test_a_conversation_without_documents_goes_on_from_its_last_turn(
     """And computes no token of it twice, but those of the answer."""
     turns = [SYSTEM + TURNS, "User: And then?\nAssistant:", " Nothing.\nUser: why?\nAssistant:"]
     cold, warm = pair(family)
-    warm.prefixes.clear()
+    warm.sequences.clear()
     said, n_before = "", 0
     for turn in turns:
         said += turn
@@ -166,7 +166,7 @@ def test_a_conversation_without_documents_goes_on_from_its_last_turn(
 )
 def test_whichever_method_left_it(before: str, eviction: str | None, name: str) -> None:
     cold, warm = engines("qwen3", 16, len(CHUNKS))
-    warm.prefixes.clear()
+    warm.sequences.clear()
     ask(warm, EARLIER, before, eviction=eviction)
     mine, theirs = (ask(engine, PROMPT, name) for engine in (warm, cold))
     assert_same(theirs, mine)

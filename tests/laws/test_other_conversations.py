@@ -193,7 +193,7 @@ def test_nothing_stays_of_an_answer_that_ran_through_a_change_of_the_model() -> 
 
 def bytes_held(engine: Engine) -> int:
     tensors = [
-        side for each in engine.prefixes._sequences  # noqa: SLF001
+        side for each in engine.sequences._sequences  # noqa: SLF001
         for side in (*each.entries.keys, *each.entries.values)  # type: ignore[attr-defined]
     ]  # fmt: skip
     return sum(
@@ -222,7 +222,7 @@ def test_what_grew_beyond_the_budget_is_held_no_longer(
         monkeypatch.setattr(scheduler_module, "decode", failing)
         with pytest.raises(RuntimeError, match="a step fails"):
             engine.generate(prompt, max_new_tokens=900, draft=0)
-        engine.scheduler.run(lambda: None)
+        engine.scheduler.run(lambda _: None)
     else:
         assert not engine.generate(prompt, max_new_tokens=900, draft=0).report.stays
     assert bytes_held(engine) <= 300_000

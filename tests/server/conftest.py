@@ -12,6 +12,7 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import Limits
 from tests.support.asgi import Client
@@ -27,7 +28,7 @@ class App:
         self, folder: Path, *, keys: str = "", limits: Limits | None = None,
         model: Model | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.scheduler = Scheduler(model or tiny_model("llama"), limits)
+        self.scheduler = Scheduler(model or tiny_model("llama"), limits, turns=FairTurns)
         self.tenancy = Tenancy(self.scheduler, folder, method="reuse", block_size=8)
         self.keys = ApiKeys(keys, Tenant())
         defaults = {"model_name": "tiny", "most_tokens": 6, "max_body_bytes": 100_000}

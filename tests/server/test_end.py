@@ -12,6 +12,7 @@ from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import Limits
 from tests.support.asgi import PATIENCE_S
@@ -26,7 +27,7 @@ def test_it_ends_though_an_answer_runs(
     is_second_signal: bool, tmp_path: Path, steps: Steps
 ) -> None:
     keys = ApiKeys("", Tenant())
-    scheduler = Scheduler(tiny_model("llama"), Limits(max_batch=1))
+    scheduler = Scheduler(tiny_model("llama"), Limits(max_batch=1), turns=FairTurns)
     app = create_app(Tenancy(scheduler, tmp_path), keys, Settings(model_name="tiny"))
     server = Server(app, None if is_second_signal else 0, lambda: None)
     steps.hold()

@@ -197,7 +197,7 @@ async def test_metrics_of_answers(app: App) -> None:
     app.engine().cache_chunks(TEXTS)
     report = (await app.client.posted("/v1/completions", ASKED)).body["samkv"]
     await app.client.posted("/v1/completions", ASKED | {"prompt": 3})
-    app.scheduler.run(lambda: None)  # after what it was at when the answer was read
+    app.scheduler.run(lambda _: None)  # after what it was at when the answer was read
     text = await metrics(app)
     for line in (
         'samkv_requests_total{path="/v1/completions",status="200"} 1.0',

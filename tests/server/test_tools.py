@@ -20,6 +20,7 @@ from samkv_integrations.prompt.quoting import Chat
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.scheduler import Scheduler
 from tests.server.conftest import App
 from tests.support.live_server import answering
@@ -56,7 +57,9 @@ def find_record(town: str) -> str:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    tenancy = Tenancy(Scheduler(tool_model()), tmp_path_factory.mktemp("tools"), method="reuse")
+    tenancy = Tenancy(
+        Scheduler(tool_model(), turns=FairTurns), tmp_path_factory.mktemp("tools"), method="reuse"
+    )
     tenancy.engine(Tenant()).cache_chunks([RECORD])
     keys, settings = ApiKeys("", Tenant()), Settings(model_name="tiny", most_tokens=200)
     with answering(create_app(tenancy, keys, settings), keys) as address:

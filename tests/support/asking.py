@@ -17,13 +17,13 @@ from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.request import Request
 from samkv_integrations.report import Report
+from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
+from samkv_integrations.runtimes.transformers.passes import prompt as prompt_module
 from samkv_integrations.runtimes.transformers.passes.blend import PassPlan, plan_pass
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder
-from samkv_integrations.runtimes.transformers.passes.working_cache import WorkingCache
+from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.first_token import FirstToken, first_token
-from samkv_integrations.serving.first_token import first_token as first_token_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Asked:
 
     @property
     def cache(self) -> Any:
-        return self.first.cache
+        return self.decoder().cache
 
     @property
     def report(self) -> Report:
@@ -68,14 +68,13 @@ class Asked:
         return self.planned[-1].recompute & self.kept[:, layout.block_of_token] & stored
 
     def decoder(self) -> Decoder:
-        cache: WorkingCache = self.first.cache
-        return Decoder(self.engine.model, cache, self.layout.n_tokens)
+        assert isinstance(self.first.sequence, Decoder)
+        return self.first.sequence
 
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """(n, vocabulary) logits after each of ``tokens``, which the cache keeps."""
-        decoder = self.decoder()
         with torch.inference_mode():
-            return torch.stack([decoder.step(token) for token in tokens])
+            return torch.cat([decode([self.decoder()], [[token]])[0] for token in tokens])
 
 
 def first_token_by(
@@ -91,8 +90,8 @@ def first_token_by(
     """An answer of ``capacity`` tokens is begun by ``call``, in place of `first_token`."""
     settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
     with engine.resolve(prompt, chunks) as resolved:
-        request = engine.request(resolved, settings, capacity)
-        engine.scheduler.run(lambda: call(request))
+        request = engine.request(resolved, settings, capacity=capacity)
+        engine.scheduler.run(lambda _: call(request))
 
 
 def ask(
@@ -116,10 +115,10 @@ def ask(
         return plan
 
     def call(request: Request) -> FirstToken:
-        made.append(first_token(request))
+        made.append(first_token(request, Observer()))
         return made[-1]
 
-    with mock.patch.object(first_token_module, "plan_pass", noted):
+    with mock.patch.object(prompt_module, "plan_pass", noted):
         first_token_by(call, engine, prompt, chunks, method, eviction=eviction, capacity=capacity)
     return Asked(engine=engine, first=made[0], planned=tuple(planned))
 
@@ -128,5 +127,5 @@ def announce(engine: Engine, texts: Sequence[str]) -> None:
     """Announce chunks, and wait until they are read; a question reads what has not begun."""
     engine.announce(texts)
     ends = time.monotonic() + 60
-    while engine.chunks.hot.is_warming and time.monotonic() < ends:
+    while engine.chunks.reader.is_warming and time.monotonic() < ends:
         time.sleep(0.001)

@@ -20,6 +20,7 @@ from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import Limits
 from tests.support.records import CHAT_TEMPLATE, COMPLETION_TEMPLATE, RECORDS, TEXTS, builtin
@@ -79,7 +80,7 @@ def live_server(
     folder: Path, *, keys: str = KEY, limits: Limits | None = None, **settings: Any
 ) -> Iterator[LiveServer]:
     """Serves the caches of the records from ``folder`` while it is entered."""
-    tenancy = Tenancy(Scheduler(builtin(), limits), folder, method=METHOD)
+    tenancy = Tenancy(Scheduler(builtin(), limits, turns=FairTurns), folder, method=METHOD)
     tenancy.engine(Tenant()).cache_chunks(TEXTS)
     api_keys = ApiKeys(keys, Tenant())
     wanted = Settings(**{"model_name": "builtin", "most_tokens": MAX_TOKENS, **settings})
@@ -101,6 +102,6 @@ def serving_town(folder: Path) -> Iterator[str]:
     assert ingested.exit_code == 0, ingested.output
     keys = ApiKeys("", Tenant(collections=("notes",)))
     settings = Settings(model_name="builtin")
-    tenancy = Tenancy(Scheduler(load_model("builtin")), folder)
+    tenancy = Tenancy(Scheduler(load_model("builtin"), turns=FairTurns), folder)
     with answering(create_app(tenancy, keys, settings), keys) as address:
         yield address

@@ -16,6 +16,7 @@ from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.service import Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.records import TEXTS, builtin
 
@@ -42,7 +43,7 @@ class Town:
         self, folder: Path, *, keys: str = "", collections: Sequence[str] = (), **options: Any
     ) -> None:
         self.folder = folder
-        self.tenancy = Tenancy(Scheduler(builtin()), folder, **options)
+        self.tenancy = Tenancy(Scheduler(builtin(), turns=FairTurns), folder, **options)
         self.keys = ApiKeys(keys, Tenant(collections=tuple(collections)))
         settings = Settings(model_name="town-model", most_tokens=16, max_body_bytes=1_000_000)
         self.asgi = create_app(self.tenancy, self.keys, settings)

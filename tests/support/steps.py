@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as module
 from samkv_integrations.serving.scheduler import Scheduler
 
@@ -31,9 +32,11 @@ class Steps:
         self._changed = threading.Condition()
         self._allowed: int | None = None
         self._is_held = False
-        decode = module.decode
+        decode = Model.decode
 
-        def counted(decoders: Sequence[Decoder], tokens: Sequence[int]) -> Tensor:
+        def counted(
+            model: Model, decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]
+        ) -> Sequence[Tensor]:
             with self._changed:
                 self._is_held = True
                 self._changed.notify_all()
@@ -47,9 +50,9 @@ class Steps:
                     self.counts[decoder] = self.counts.get(decoder, 0) + 1
                 self._changed.notify_all()
             self.on_step()
-            return decode(decoders, tokens)
+            return decode(model, decoders, tokens)
 
-        monkeypatch.setattr(module, "decode", counted)
+        monkeypatch.setattr(Model, "decode", counted)
         monkeypatch.setattr(module, "MOST_ROWS", 1)  # a step is a token
         monkeypatch.setattr(module, "LEAST_PART_S", math.inf)  # and interrupts no pass
 

@@ -9,9 +9,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from samkv_integrations.runtimes.base import Sampler
+from samkv_integrations.runtimes.transformers import runtime as runtime_module
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving import scheduler as scheduler_module
 from tests.support.models import byte_tokenizer, hf_model, liking
 
 _MESSAGES = (
@@ -65,7 +64,7 @@ def dictated(*texts: str) -> Any:
     """Inside it, one answer after the other is one of ``texts``, whatever the weights say."""
     left: Iterator[str] = iter(texts)
 
-    class Dictated(Sampler):
+    class Dictated(TransformersSampler):
         def __init__(self, model: Model, *arguments: Any) -> None:
             super().__init__(model, *arguments)
             self._left = iter([*model.tokenize(next(left), special=True), *model.eos_ids])
@@ -73,4 +72,4 @@ def dictated(*texts: str) -> Any:
         def next_if_sure(self, logits: Tensor, tolerance: float) -> int:
             return next(self._left)
 
-    return mock.patch.object(scheduler_module, "Sampler", Dictated)
+    return mock.patch.object(runtime_module, "TransformersSampler", Dictated)
