@@ -250,7 +250,7 @@ def test_importing_needs_no_extra_and_changes_nothing() -> None:
     assert not found.stdout
 
 
-OF_A_GPU = {f"{PACKAGE}.cache.formats.triton_kernels"}
+OF_A_GPU = {f"{PACKAGE}.runtimes.transformers.entries.triton_kernels"}
 """Needs Triton, which comes with torch's CUDA builds; imported where there is such a device."""
 
 IMPORTED_BY = """

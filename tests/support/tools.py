@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samkv_integrations.runtimes.transformers import runtime as runtime_module
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from tests.support.models import byte_tokenizer, hf_model, liking
 
 _MESSAGES = (
