@@ -34,15 +34,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EVICTIONS": "methods.eviction", "METHODS": "methods", "Answer": "serving.stream",
-    "AnswerStream": "serving.stream", "ChunkStore": "store.disk", "Engine": "engine",
-    "Eviction": "methods.eviction", "MemoryStore": "store.base", "Method": "methods",
-    "Report": "report", "SamkvError": "errors", "Total": "report", "collect_reports": "report",
-}  # fmt: skip
+    "EVICTIONS": "methods.eviction",
+    "METHODS": "methods",
+    "Answer": "serving.stream",
+    "AnswerEnded": "serving.listeners",
+    "AnswerStream": "serving.stream",
+    "ChunkStore": "store.disk",
+    "Engine": "engine",
+    "Eviction": "methods.eviction",
+    "MemoryStore": "store.memory",
+    "Method": "methods",
+    "Report": "report",
+    "SamkvError": "errors",
+    "Total": "report",
+    "collect_reports": "serving.listeners",
+}
+"""Public name -> its module."""
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for first: ``samkv --help`` need not wait for torch."""
+    """Import the module of a name when it is asked for: ``samkv --help`` need not wait for it."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

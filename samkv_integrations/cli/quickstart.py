@@ -63,7 +63,7 @@ def quickstart(
     from samkv_integrations.chroma.embedding import HashingEmbedding
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.lab.evaluation import is_in_documents, is_right, read_questions
-    # LOST from samkv_integrations.runtimes import require_runtime
+    from samkv_integrations.runtimes import require_runtime
 
     require_runtime()  # the built-in model would not run either
     out = tables.console(stderr=as_json)

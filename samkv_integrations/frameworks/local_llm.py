@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, PrivateAttr, SkipValidation
 from pydantic.json_schema import SkipJsonSchema
 
-from samkv_integrations.errors import Given, InvalidOption, MissingExtra, UnknownOption
+from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 from samkv_integrations.frameworks.engine_args import (
     AnEngine,
     EngineRef,
@@ -30,6 +30,7 @@ from samkv_integrations.option import check_options, declared
 from samkv_integrations.options import AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.report import Report
+from samkv_integrations.runtimes import require_runtime
 
 # -- options of a call ----------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     def _use(self) -> None:
         if self.engine is None:
-            MissingExtra.unless_installed("transformers", "torch", "transformers")
+            require_runtime()
         self._check()
         self._attach()
 

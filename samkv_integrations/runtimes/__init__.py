@@ -20,6 +20,11 @@ Other distributions add runtimes by entry points of the group ``samkv.runtimes``
 """
 
 
+def require_runtime() -> None:
+    """Raises MissingExtra unless a runtime is installed; imports none, since that takes seconds."""
+    MissingExtra.unless_installed("transformers", "torch", "transformers")
+
+
 def get_runtime(name: str = "transformers") -> RuntimeKind:
     """The runtime called ``name``.
 
@@ -28,5 +33,5 @@ def get_runtime(name: str = "transformers") -> RuntimeKind:
     if name not in RUNTIMES:
         raise UnknownOption.among("runtime", name, RUNTIMES)
     if name == "transformers":
-        MissingExtra.unless_installed("transformers", "torch", "transformers")
+        require_runtime()
     return RUNTIMES[name]
