@@ -34,8 +34,6 @@ from samkv_integrations.option import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from samkv_integrations.methods import Method
     from samkv_integrations.methods.eviction import Eviction
     from samkv_integrations.runtimes.base import Runtime
@@ -89,7 +87,7 @@ class ModelOptions(TypedDict, total=False):
         ),
     ]  # fmt: skip
     dtype: Annotated[
-        "str | torch.dtype",
+        Any,  # a string, or a dtype of torch
         Option(
             description="'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's.",
             more="'auto' is float32 where this processor computes bfloat16 slowly.",

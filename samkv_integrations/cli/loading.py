@@ -160,9 +160,9 @@ def require_model(model: str) -> None:
 def use_threads_for(model: str) -> None:
     """Use one thread for the built-in model, which is too small for a second one to help."""
     if model == BUILTIN:
-        import torch
+        from samkv_integrations.runtimes.transformers.loading import use_threads
 
-        torch.set_num_threads(1)
+        use_threads(1)
 
 
 @dataclass(frozen=True, kw_only=True)

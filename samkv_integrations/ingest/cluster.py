@@ -19,15 +19,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import PAGE_SIZE, IngestResult
 from samkv_integrations.chunks.caching import progress_bar
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ClusterError, Given, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
-from samkv_integrations.runtimes.transformers.loading import bfloat16_is_slow
+from samkv_integrations.runtimes.transformers.loading import (
+    bfloat16_is_slow,
+    device_of,
+    use_threads,
+)
 from samkv_integrations.store.chunk import ChunkRef
 
 __all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]
@@ -182,7 +184,7 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
             f"device {source.device_map!r}, but workers have no GPU; give --worker-gpus 1, "
             "in Python WorkerPool(n_gpus=1)"
         )
-    if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(torch.device("cpu")):
+    if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(device_of("cpu")):
         raise InvalidOption(
             Given("dtype", "auto"),
             " may choose another dtype on the workers' GPUs than on this machine; give "
@@ -247,7 +249,7 @@ class CacheWorker:
     """
 
     def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
-        torch.set_num_threads(n_threads)
+        use_threads(n_threads)
         here = f"on {platform.node()}"
         if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # else it is made
             raise InvalidOption(

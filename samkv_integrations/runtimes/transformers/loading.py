@@ -382,6 +382,11 @@ def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any: 
         return AutoTokenizer.from_pretrained(source, **_as_reachable(source, further))
 
 
+def use_threads(n_threads: int) -> None:
+    """Use so many threads in this process from now on."""
+    torch.set_num_threads(n_threads)
+
+
 def bfloat16_is_slow(device: torch.device) -> bool:
     """Whether products in bfloat16 run without vector instructions on this device.
 
