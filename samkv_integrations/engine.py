@@ -412,7 +412,7 @@ class Engine:
         generation = self.model.generation()
         made_by, since = self.chunks.follow_model(), self.chunks.deletions()
         self.sequences.follow(since)
-        window = settings.window_of(self.model)
+        window = settings.window_within(self.model.context_window)
         token_ids, found = self._reader.read(prompt, chunks, made_by, window=window)
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")

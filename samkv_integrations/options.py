@@ -36,7 +36,6 @@ from samkv_integrations.option import (
 if TYPE_CHECKING:
     from samkv_integrations.methods import Method
     from samkv_integrations.methods.eviction import Eviction
-    from samkv_integrations.runtimes.base import Runtime
 
 DEFAULT_METHOD = "auto"
 
@@ -435,6 +434,6 @@ class AnswerSettings:
         sampling = Sampling(**{name: given.pop(name) for name in declared(SamplingOptions)})
         return cls(sampling=sampling, **given)
 
-    def window_of(self, model: "Runtime") -> int:
-        """Most tokens of prompt and answer together."""
-        return min(self.context_window or model.context_window, model.context_window)
+    def window_within(self, most: int) -> int:
+        """Most tokens of prompt and answer together; most: that the model can have."""
+        return min(self.context_window or most, most)

@@ -23,6 +23,7 @@ from samkv_integrations.cli.quickstart import quickstart
 from samkv_integrations.cli.serve import serve
 from samkv_integrations.cli.tune import tune
 from samkv_integrations.errors import MissingExtra, SamkvError
+from samkv_integrations.release import version
 
 USER_ERROR = 2
 """Exit code of an error of the user."""
@@ -104,7 +105,7 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"samkv {formatting.version()}")
+        typer.echo(f"samkv {version()}")
         raise typer.Exit
 
 

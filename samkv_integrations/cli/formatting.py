@@ -6,9 +6,10 @@ import json
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from samkv_integrations.release import version
 
 Row = Mapping[str, Any]
 """One row of a table or of a JSON result: column -> value."""
@@ -21,14 +22,6 @@ break, bidirectional overrides, and lone surrogates."""
 def visible(text: str) -> str:
     """A text as a terminal may show it: documents, answers and file names are untrusted."""
     return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
-
-
-def version() -> str:
-    """The release, ``"unknown"`` for a source tree that was never installed."""
-    try:
-        return metadata.version("samkv-integrations")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def commit() -> str | None:

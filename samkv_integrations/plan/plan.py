@@ -129,7 +129,7 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
 def _check_length(request: Request) -> None:
     n_tokens, window = (
         len(request.resolved.token_ids),
-        request.how.settings.window_of(request.model),
+        request.how.settings.window_within(request.model.context_window),
     )
     if n_tokens + request.how.capacity > window:
         raise PromptTooLong(

@@ -16,7 +16,7 @@ from samkv_integrations.prompt.handles import Handles
 from samkv_integrations.prompt.layout import PromptChunk, find_runs
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt
 from samkv_integrations.prompt.rag_template import bodies_of, shorten
-from samkv_integrations.runtimes.base import Runtime
+from samkv_integrations.prompt.text import ModelText
 from samkv_integrations.store.base import Outage, Store
 from samkv_integrations.store.chunk import ChunkRef, Fingerprint
 from samkv_integrations.store.windows import MIN_RUN, ChunkIndex, MemoryIndex
@@ -38,7 +38,7 @@ class PromptReader:
     the store. Only announced chunks are found then.
     """
 
-    def __init__(self, model: Runtime, store: Store, outage: Outage) -> None:
+    def __init__(self, model: ModelText, store: Store, outage: Outage) -> None:
         self._model, self._store, self._outage = model, store, outage
         self.handles = Handles()
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from samkv_integrations.cli import formatting
+from samkv_integrations import release
 from samkv_integrations.errors import SamkvError
 from samkv_integrations.server import ask, chunks, completions
 from samkv_integrations.server.bodies import ErrorBody
@@ -55,7 +55,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     """The application; ``/openapi.json`` describes its routes."""
     service = Service(tenancy, settings)
     app = FastAPI(
-        title="samkv", version=formatting.version(), description=_DESCRIPTION,
+        title="samkv", version=release.version(), description=_DESCRIPTION,
         docs_url=None, redoc_url=None,  # these pages load scripts from a CDN
         redirect_slashes=False,  # so that a wrong path is an error in OpenAI's form
         telemetry={"logs": False},  # an error's message may hold a prompt

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from samkv_integrations.cli import formatting
+from samkv_integrations import release
 from samkv_integrations.report import Report, Stage
 from samkv_integrations.serving.listeners import AnswerEnded
 
@@ -74,8 +74,8 @@ class _Telemetry:
 
         self.api, self.context = trace, context
         self.propagator = TraceContextTextMapPropagator()
-        self.tracer = trace.get_tracer(SCOPE, formatting.version())
-        meter = metrics.get_meter(SCOPE, formatting.version())
+        self.tracer = trace.get_tracer(SCOPE, release.version())
+        meter = metrics.get_meter(SCOPE, release.version())
         self.tell: dict[str, Callable[..., None]] = {}
         for name, (unit, about, bounds) in _METRICS.items():
             self.tell[name] = (

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from samkv_integrations import release
 from samkv_integrations.chroma.client import Database
-from samkv_integrations.cli import formatting
 from tests.cli.running import error_of, ran
 
 
 def test_version() -> None:
-    assert ran("--version") == f"samkv {formatting.version()}\n"
+    assert ran("--version") == f"samkv {release.version()}\n"
 
 
 def test_the_package_is_the_command(
@@ -24,7 +24,7 @@ def test_the_package_is_the_command(
     monkeypatch.setattr("sys.argv", ["samkv", "--version"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("samkv_integrations", run_name="__main__")
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {formatting.version()}\n")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"samkv {release.version()}\n")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from samkv_integrations import Engine, Report, collect_reports
-from samkv_integrations.cli.formatting import version
 from samkv_integrations.errors import InvalidOption, Overloaded, PromptTooLong, TimedOut
+from samkv_integrations.release import version
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import Limits
 from tests.support.models import tiny_model
