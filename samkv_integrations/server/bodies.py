@@ -233,7 +233,7 @@ class ResponseFormat(Body):
 
 
 class Samkv(AnswerFields, Body):
-    """Options that OpenAI's API does not have, see `OwnAnswerOptions`.
+    """Options that OpenAI's API does not have, see `AnswerOptions`.
 
     Those of the server take the place of what is absent. timeout: at most the server's.
     """
