@@ -35,7 +35,7 @@ from samkv_integrations.plan.request import HowToAnswer, Request, Times
 from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
-from samkv_integrations.prompt.resolve import Resolved
+from samkv_integrations.prompt.resolve import CacheSource, Resolved
 from samkv_integrations.runtimes import get_runtime
 from samkv_integrations.runtimes.base import FirstEntries, Runtime
 from samkv_integrations.serving.alone import force
@@ -341,7 +341,8 @@ class Engine:
         resolved = None
         try:
             resolved = self._read(prompt, chunks, settings)
-            request = self.request(resolved, settings, began=began)
+            owner = options.get("owner", "")
+            request = self.request(resolved, settings, began=began, owner=owner)
             request.look_up()  # here, so that the model's thread need not wait for files
         except BaseException as error:
             if resolved is not None:
@@ -417,19 +418,22 @@ class Engine:
         if not token_ids:
             raise InvalidOption("the prompt is empty; it must hold at least one token")
         return Resolved(
-            token_ids=token_ids, chunks=found, store=self.store, fingerprint=made_by,
-            outage=self.chunks.outage, on_miss=settings.on_miss, since=since, generation=generation,
-            reader=self.chunks.reader,
+            token_ids=token_ids, chunks=found, on_miss=settings.on_miss, since=since,
+            generation=generation,
+            source=CacheSource(
+                store=self.store, reader=self.chunks.reader, fingerprint=made_by,
+                outage=self.chunks.outage,
+            ),
         )  # fmt: skip
 
     def request(
         self, resolved: Resolved, settings: AnswerSettings, *, capacity: int | None = None,
-        began: float | None = None,
+        began: float | None = None, owner: str = "",
     ) -> Request:  # fmt: skip
         """The request that `first_token` answers.
 
         capacity: tokens of the answer at most; None for those of the settings. began: when the
-        caller asked, for its timeout (`time.perf_counter`); None for now.
+        caller asked, for its timeout (`time.perf_counter`); None for now. owner: who asks.
         """
         times = Times(began=time.perf_counter() if began is None else began)
         method, mask = settings.method or self.method, None
@@ -438,7 +442,7 @@ class Engine:
         if settings.json_schema is not None:
             until = None if settings.timeout is None else times.began + settings.timeout
             mask = JsonConstraint(
-                self.model, settings.json_schema, end_ids, self._schemas, settings.owner, until
+                self.model, settings.json_schema, end_ids, self._schemas, owner, until
             )
         how = HowToAnswer(
             method=method,
@@ -449,8 +453,9 @@ class Engine:
             end_ids=end_ids, mask=mask,
         )  # fmt: skip
         return Request(
-            chunks=self.chunks, resolved=resolved, how=how, times=times, sequences=self.sequences
-        )
+            chunks=self.chunks, resolved=resolved, how=how, times=times, sequences=self.sequences,
+            owner=owner,
+        )  # fmt: skip
 
     # -- what passes cost -------------------------------------------------------------------
 

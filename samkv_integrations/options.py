@@ -416,7 +416,6 @@ class AnswerSettings:
     timeout: float | None
     on_miss: OnMiss
     draft: int
-    owner: str
 
     @classmethod
     def of(cls, **options: Unpack[AnswerOptions]) -> "AnswerSettings":
@@ -427,6 +426,7 @@ class AnswerSettings:
                 Given("stop", given["stop"]), " with json_schema: a stop string could cut the "
                 "JSON, which ends by itself; leave out either",
             )  # fmt: skip
+        del given["owner"]  # of the scheduler, not of the answer
         if given["method"] is not None:
             from samkv_integrations.methods import get_method
 

@@ -414,7 +414,7 @@ class Chunks:
         for chunk in resolved.chunks:
             if chunk.stored is not None and not chunk.computed_now:
                 used[chunk.key] = None
-        self.store.record(self.follow_model(), used=list(used), missed=resolved.missed)
+        self.store.record(self.follow_model(), used=list(used), missed=resolved.misses.keys)
         if not used and not self._has_looked:
             self._has_looked = True
             self.warn_if_none_fits()

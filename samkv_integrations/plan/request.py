@@ -62,7 +62,8 @@ class Request:
     """One prompt and how to answer it: read in the caller's thread, computed in the model's.
 
     chunks: identifies and computes chunk caches. resolved: the prompt's tokens, and the open caches
-    of its chunks. sequences: what earlier answers left; None to use and leave nothing.
+    of its chunks. sequences: what earlier answers left; None to use and leave nothing. owner: who
+    asks, see `FairTurns`.
     n_held: first tokens that were in memory when it was last looked up.
     stages: those that have ended, in order; they do not overlap.
     """
@@ -72,6 +73,7 @@ class Request:
     how: HowToAnswer
     times: Times
     sequences: KeptSequences[FirstEntries] | None
+    owner: str = ""
     n_held: int = 0
     stages: list[Stage] = field(default_factory=list)
 

@@ -22,31 +22,49 @@ MAX_HELD = 32
 read, so that prompts with many chunks, and many waiting prompts, do not run out of file handles."""
 
 
-@dataclass(kw_only=True)
-class Resolved(AbstractContextManager["Resolved"]):
-    """The tokens of a prompt and its chunks, in order. Leaving the context closes their caches.
+@dataclass(frozen=True, kw_only=True)
+class CacheSource:
+    """Where the caches of a prompt's chunks come from.
 
-    chunks: of the prompt; `open` looks up their caches in ``hot`` and ``store``, as ``fingerprint``
-    asks.
-    on_miss: ``error`` raises for a miss; else the tokens of the chunk are computed.
-    since: `Chunks.deletions` before the prompt was read; generation: `Runtime.generation` then.
-    misses: reason -> number of chunks without a usable cache. missed: keys of these chunks.
-    bytes_lost: read from caches that failed.
+    reader: opens them, as ``fingerprint`` asks. outage: logs caches that the system cannot read.
     """
 
-    token_ids: list[int]
-    chunks: list[PromptChunk]
     store: Store
     reader: ChunkReader
     fingerprint: Fingerprint
     outage: Outage
+
+
+@dataclass(kw_only=True)
+class Misses:
+    """The chunks of a prompt without a usable cache.
+
+    reasons: reason -> number of chunks. keys: of these chunks. bytes_read: of caches that failed.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    keys: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+@dataclass(kw_only=True)
+class Resolved(AbstractContextManager["Resolved"]):
+    """The tokens of a prompt and its chunks, in order. Leaving the context closes their caches.
+
+    chunks: of the prompt; `open` looks up their caches in ``source``.
+    on_miss: ``error`` raises for a miss; else the tokens of the chunk are computed.
+    since: `Chunks.deletions` before the prompt was read; generation: `Runtime.generation` then.
+    misses: the chunks that have no cache.
+    """
+
+    token_ids: list[int]
+    chunks: list[PromptChunk]
+    source: CacheSource
     on_miss: OnMiss
     since: int
     generation: int
+    misses: Misses = field(default_factory=Misses)
     _found: dict[tuple[int, ...], StoredChunk | CacheMiss] = field(default_factory=dict)
-    misses: Counter[str] = field(default_factory=Counter)
-    missed: list[str] = field(default_factory=list)
-    bytes_lost: int = 0
     _behind: int = 0  # what was opened last
 
     @property
@@ -76,11 +94,11 @@ class Resolved(AbstractContextManager["Resolved"]):
     def open(self, *, behind: int) -> None:
         """Open the caches of the chunks that reach beyond the first ``behind`` tokens, once each.
 
-        Chunks before that are not looked up. outage: logs caches that the system cannot read.
+        Chunks before that are not looked up.
 
         Raises ChunkNotCached if ``on_miss`` is ``error`` and one has no usable cache.
         """
-        store, made_by, self._behind = self.store, self.fingerprint, behind
+        store, made_by, self._behind = self.source.store, self.source.fingerprint, behind
         wanted = [
             chunk for chunk in self.chunks
             if chunk.runs[-1].span.stop > behind and chunk.token_ids not in self._found
@@ -94,12 +112,12 @@ class Resolved(AbstractContextManager["Resolved"]):
         store.begin_to_fetch(list(keys.values()), made_by)  # all together, not one after another
         for token_ids, key in keys.items():
             try:
-                self._found[token_ids] = cache = self.reader.open(key, made_by, token_ids)
+                self._found[token_ids] = cache = self.source.reader.open(key, made_by, token_ids)
                 if len(self._found) > MAX_HELD:
                     cache.let_go()
             except CacheMiss as miss:
                 if miss.reason == "io":
-                    self.outage.tell(miss)
+                    self.source.outage.tell(miss)
                 self._found[token_ids] = miss
         for chunk in self.chunks:
             if chunk.token_ids not in keys:
@@ -113,23 +131,23 @@ class Resolved(AbstractContextManager["Resolved"]):
                 self._count_miss(chunk.key, found)
             else:
                 chunk.stored = found
-        self.reader.bring(self.opened)
+        self.source.reader.bring(self.opened)
 
     def _text_of(self, key: str) -> str | None:
         """The stored text of a chunk that may be computed as a chunk; None without one."""
         if self.on_miss == "compute":
-            with self.outage.survived():
-                return self.store.text(key)
+            with self.source.outage.survived():
+                return self.source.store.text(key)
         return None
 
     def _count_miss(self, key: str, miss: CacheMiss, n_places: int = 1) -> None:
         """Count a chunk without a usable cache. Raises ChunkNotCached if that is an error."""
         if miss.is_damage:
-            self.store.quarantine(key, fingerprint=self.fingerprint)
+            self.source.store.quarantine(key, fingerprint=self.source.fingerprint)
         if self.on_miss == "error":
             raise ChunkNotCached.of(f"chunk {key}", why=miss) from miss
-        self.misses[miss.reason] += n_places
-        self.missed.append(key)
+        self.misses.reasons[miss.reason] += n_places
+        self.misses.keys.append(key)
 
     def add_computed(self, made: Mapping[tuple[int, ...], StoredChunk]) -> None:
         """Give missed chunks the caches that have just been computed; ``made``: by token ids."""
@@ -146,7 +164,7 @@ class Resolved(AbstractContextManager["Resolved"]):
 
         Raises ChunkNotCached if ``on_miss`` is ``error``.
         """
-        self.bytes_lost += lost.bytes_read
+        self.misses.bytes_read += lost.bytes_read
         places = [chunk for chunk in self.chunks if chunk.stored is lost]
         self._count_miss(lost.key, miss, len(places))
         for chunk in places:

@@ -128,7 +128,7 @@ class RunningAnswer:
     _costs = RowCosts()
 
     def __init__(self, request: Request) -> None:
-        self.request, self.owner = request, request.how.settings.owner
+        self.request, self.owner = request, request.owner
         n_prompt = len(request.resolved.token_ids)
         cached = [one.n_tokens for one in request.resolved.chunks if one.stored is not None]
         share = request.how.method.recompute.most_ratio(sum(cached), len(cached))
