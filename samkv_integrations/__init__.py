@@ -35,9 +35,10 @@ __all__ = [
 
 _HOMES = {
     "EVICTIONS": "methods.eviction", "METHODS": "methods", "Answer": "serving.stream",
-    "AnswerStream": "serving.stream", "ChunkStore": "store.disk", "Engine": "engine",
-    "Eviction": "methods.eviction", "MemoryStore": "store.base", "Method": "methods",
-    "Report": "report", "SamkvError": "errors", "Total": "report", "collect_reports": "report",
+    "AnswerEnded": "serving.listeners", "AnswerStream": "serving.stream",
+    "ChunkStore": "store.disk", "Engine": "engine", "Eviction": "methods.eviction",
+    "MemoryStore": "store.memory", "Method": "methods", "Report": "report", "SamkvError": "errors",
+    "Total": "report", "collect_reports": "serving.listeners",
 }  # fmt: skip
 
 
