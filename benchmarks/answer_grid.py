@@ -144,7 +144,7 @@ class Ways:
 
     def ours(self, messages: Any, new_tokens: int, chunks: Sequence[str], way: str) -> Timed:
         """An engine's, with the caches that there are and nothing of an earlier prompt."""
-        self.engine.prefixes.clear()
+        self.engine.sequences.clear()
         before = set(self.engine.store.known_keys())
         began = self.clock()
         answer = self.engine.generate(messages, chunks, method=way, max_new_tokens=new_tokens)

@@ -29,7 +29,6 @@ from samkv_integrations.cli.formatting import commit
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.lab.evaluation import Paired, is_right
 from samkv_integrations.options import Sampling
-from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 Cache = list[tuple[Tensor, Tensor]]
@@ -105,12 +104,8 @@ def answers(model: Model, question: Question, keeps: Sequence[float]) -> list[st
         kept = torch.zeros(scores.numel(), dtype=torch.bool)
         kept[scores.flatten().topk(int(keep * len(kept))).indices] = True
         kept = pad(kept.view_as(scores), (first, 0), value=True)
-        own, sampler, tokens, text = (
-            list(cache),
-            Sampler(model, ids, Sampling.of()),
-            list[int](),
-            "",
-        )
+        own, sampler = list(cache), model.sampler(ids, Sampling.of(), None)
+        tokens, text = list[int](), ""
         while len(tokens) < question.max_new_tokens and not is_right(text, question.answers):
             tokens.append(sampler.next(compute(model, own, tokens[-1:] or ids[stop:], kept)))
             if tokens[-1] in model.eos_ids:

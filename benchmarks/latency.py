@@ -140,7 +140,7 @@ class CellBench:
         held = sum(
             engine.store.contains(engine.key_of(text), engine.fingerprint) for text in self._chunks
         )
-        engine.prefixes.clear()  # a question goes on from no other
+        engine.sequences.clear()  # a question goes on from no other
         if self._cell.page_cache == "cold":
             disk.drop(disk.chunk_files(self._store))
 

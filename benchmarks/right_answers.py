@@ -36,9 +36,9 @@ from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
 from samkv_integrations.options import AnswerSettings, Sampling
 from samkv_integrations.plan.request import Request
-from samkv_integrations.runtimes.base import Sampler
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving.alone import force
 from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.store.disk import ChunkStore
 
@@ -91,22 +91,19 @@ class Judged:
             settings = AnswerSettings.of(
                 method=candidate.method, eviction=candidate.eviction, on_miss="text"
             )
-            request = engine.request(resolved, settings, self.question.max_new_tokens)
-            return engine.scheduler.run(lambda: work(request))
+            request = engine.request(resolved, settings, capacity=self.question.max_new_tokens)
+            return engine.scheduler.run(lambda _: work(request))
 
     def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
         """A row for each candidate, the first being full prefill."""
-        answers = [
-            self._asked(each, lambda request, label=each.label: _Answer(label, request))
-            for each in candidates
-        ]
-        decoded, most = self.engine.scheduler.run, self.question.max_new_tokens
+        answers = [self._asked(each, partial(_Answer, each.label)) for each in candidates]
+        run, gold = self.engine.scheduler.run, self.question.answers
+        decoded = partial(_decode, most=self.question.max_new_tokens)
         if is_timed:
             for answer in answers:
-                decoded(partial(_decode, [answer], most, lambda _: False))
+                run(lambda _, alone=[answer]: decoded(alone, is_enough=lambda _: False))
         else:
-            gold = self.question.answers
-            decoded(partial(_decode, answers, most, lambda answer: is_right(answer.text, gold)))
+            run(lambda _: decoded(answers, is_enough=lambda one: is_right(one.text, gold)))
         full, rows = answers[0], [answer.row(self.asked) for answer in answers]
         for row, answer in zip(rows, answers, strict=True):
             row["kl_first"] = float(kl(full.logits[None], answer.logits[None])[0])
@@ -132,11 +129,11 @@ class _Answer:
 
     def __init__(self, label: str, request: Request) -> None:
         self.label, self.model, began = label, request.model, time.process_time()
-        first = first_token(request)
+        first = first_token(request, Observer())
         self.first_s = time.process_time() - began
-        self.report, self.logits = first.report, first.logits.float().cpu()
-        self.sampler = Sampler(self.model, first.layout.token_ids.tolist(), Sampling.of())
-        self.decoder = Decoder(self.model, first.cache, first.layout.n_tokens)
+        self.report, self.logits = first.report, self.model.stacked([first.logits])[0]
+        self.sampler = self.model.sampler(request.resolved.token_ids, Sampling.of(), None)
+        self.sequence = first.sequence
         self.tokens = [self.sampler.next(first.logits)]
         self.decode_s = 0.0
         self.is_whole = True
@@ -174,7 +171,7 @@ def _decode(answers: Sequence[_Answer], most: int, is_enough: Callable[[_Answer]
         if not going:
             break
         last = [[each.tokens[-1]] for each in going]
-        logits = decode([each.decoder for each in going], last)
+        logits = answers[0].model.decode([each.sequence for each in going], last)
         for each, found in zip(going, logits, strict=True):
             each.tokens.append(each.sampler.next(found[0]))
     answers[0].decode_s = time.process_time() - began

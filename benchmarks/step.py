@@ -26,10 +26,10 @@ from benchmarks.commands import STDOUT, command_line, counts, markdown_table, wr
 from benchmarks.run_settings import hardware
 from samkv_integrations.engine import Engine
 from samkv_integrations.options import AnswerSettings
+from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.model.gguf_file import smollm2
 from samkv_integrations.runtimes.transformers.model.packed_weights import PackedLinear, Part
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.store.disk import ChunkStore
@@ -104,15 +104,16 @@ def _round(
 ) -> dict[str, float]:
     """Milliseconds of each way."""
 
-    def ours() -> dict[str, float]:
+    def ours(_: Callable[[], None]) -> dict[str, float]:
         with engine.resolve(prompt, []) as resolved:
             settings = AnswerSettings.of(method="recompute", eviction="none")
-            begun = first_token(engine.request(resolved, settings, STEPS + 1))
-        decoder, token = Decoder(engine.model, begun.cache, begun.layout.n_tokens), 0
+            request = engine.request(resolved, settings, capacity=STEPS + 1)
+            sequence, token = first_token(request, Observer()).sequence, 0
 
         def decode() -> None:
             nonlocal token
-            token = int(decoder.step(token).argmax())
+            ((logits,),) = engine.model.decode([sequence], [[token]])
+            token = int(logits.argmax())
 
         step = milliseconds(decode, STEPS)
         with torch.inference_mode():

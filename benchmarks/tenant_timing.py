@@ -96,7 +96,7 @@ def measure(folder: Path, pairs: int, words: int, method: str) -> list[Row]:
         for what, ask in timed.items():
             for group in order.sample(list(of_group), len(of_group)):
                 prompt = rag_prompt("Who was it?", [of_group[group][place]])
-                tenant.prefixes.clear()
+                tenant.sequences.clear()
                 asking = {OTHER: other, SELF: tenant}.get(group)
                 if what == NEXT_TURN and asking is not None:
                     asking.generate(prompt, max_new_tokens=1, on_miss="text")

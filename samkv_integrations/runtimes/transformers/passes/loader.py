@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.runtimes.base import ChunkLost
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     decode_means,
     mean_of_blocks,
@@ -31,14 +32,6 @@ from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.papers.base import SelectionInputs
 from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.chunk import Fingerprint
-
-
-class ChunkLost(Exception):
-    """A chunk cache failed while it was read."""
-
-    def __init__(self, chunk: StoredChunk, miss: CacheMiss) -> None:
-        super().__init__(str(miss))
-        self.chunk, self.miss = chunk, miss
 
 
 @contextmanager
