@@ -39,7 +39,6 @@ from samkv_integrations.plan.request import Request
 from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving.alone import force
 from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.store.disk import ChunkStore
 
