@@ -38,7 +38,7 @@ test-quantised: $(VENV)/installed-dev
 	$(PIP) --no-deps --target build/quantised --upgrade torchao==0.18.0 bitsandbytes==0.50.2 \
 	  compressed-tensors==0.20.0 loguru==0.7.3
 	OMP_NUM_THREADS=1 PYTHONPATH=build/quantised $(VENV)/bin/python -m pytest -q \
-	  tests/model/test_quantised.py tests/laws/test_families.py
+	  tests/runtimes/transformers/test_quantised.py tests/laws/test_families.py
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

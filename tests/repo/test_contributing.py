@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md is a method that keeps the laws of one."""
+"""The worked examples of CONTRIBUTING.md run, and keep the laws of what they are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from samkv_integrations import Engine
+from samkv_integrations.runtimes.transformers.eviction import StreamingLLM
 from tests.support.models import tiny_model
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -24,12 +25,15 @@ PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    (source,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    module = ModuleType("tail")
+    """What the examples define, each executed as a module of its own."""
+    defined: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "tail", module)  # where dataclasses look for their hints
-        exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
-        yield module
+        for number, source in enumerate(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)):
+            module = ModuleType(f"example_{number}")
+            patch.setitem(sys.modules, module.__name__, module)  # where dataclasses look for hints
+            exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
+            defined |= vars(module)
+        yield SimpleNamespace(**defined)
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +67,37 @@ def test_what_is_exact_and_what_the_prompt_does_not_hold_is_left_alone(example: 
     report = engine.generate(prompt, method=example.TAIL, max_new_tokens=2).report
     assert report.reused == 3
     assert round(report.recompute_ratio * report.context_tokens) == 16  # of the second chunk alone
+
+
+def test_a_method_with_tensors_recomputes_what_was_outlying(engine: Engine, example: Any) -> None:
+    report = engine.generate(PROMPT, CHUNKS, method=example.OUTLIERS, max_new_tokens=2).report
+    assert (report.ran, report.reused) == ("outliers", len(CHUNKS))
+    assert 0 < report.recompute_ratio < 1
+    assert not example.OUTLIERS.is_by_tokens and example.TAIL.is_by_tokens
+
+
+def test_the_eviction_is_streaming_llm_without_sinks(engine: Engine, example: Any) -> None:
+    recent, known = (
+        engine.generate(PROMPT, CHUNKS, method="reuse", eviction=rule, max_new_tokens=12)
+        for rule in (example.Recent(budget_tokens=24), StreamingLLM(budget_tokens=24, sinks=0))
+    )
+    assert recent.text == known.text
+    assert recent.report.decode_kv_bytes == known.report.decode_kv_bytes
+    assert recent.report.decode_kv_bytes < recent.report.kv_bytes
+
+
+def test_the_listener_counts_misses(example: Any) -> None:
+    engine = Engine(tiny_model())
+    engine.listeners.append(example.count_misses)
+    engine.generate(PROMPT, CHUNKS, on_miss="text", max_new_tokens=2)
+    assert example.misses == {"absent": len(CHUNKS)}
+
+
+def test_the_runtime_loads_its_model_when_it_is_asked_to(
+    example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = ModuleType("my_package.model")
+    mine.MyRuntime = lambda name, **options: (name, options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_package", ModuleType("my_package"))
+    monkeypatch.setitem(sys.modules, mine.__name__, mine)
+    assert example.MINE.load("a", device="cpu") == ("a", {"device": "cpu"})

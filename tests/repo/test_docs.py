@@ -34,7 +34,7 @@ PUBLIC = (
     "samkv_integrations.ingest.cluster",
     "samkv_integrations.runtimes.transformers.eviction",
     "samkv_integrations.methods",
-    "samkv_integrations.runtimes.transformers.model",
+    "samkv_integrations.runtimes.transformers",
     "samkv_integrations.prompt",
 )
 """Modules whose ``__all__`` is for users."""
@@ -45,6 +45,8 @@ CONTRACTS = (
     "samkv_integrations.runtimes.transformers.eviction.base",
     "samkv_integrations.methods.base",
     "samkv_integrations.methods.eviction",
+    "samkv_integrations.prompt.text",
+    "samkv_integrations.runtimes.base",
     "samkv_integrations.runtimes.transformers.papers.base",
 )
 """Modules of which every name without an underscore is for users, who may build on it."""
@@ -133,7 +135,8 @@ def test_every_reason_of_a_miss_is_explained() -> None:
 
 DOTTED = re.compile(r"`((?:samkv_integrations|langchain_samkv|llama_index)\.[\w.]+\w)`")
 IN_CORE = re.compile(
-    r"`((?:cache|chroma|cli|engine|evaluation|eviction|frameworks|methods|model|prompt)\.[\w.]+\w)`"
+    r"`((?:chroma|chunks|cli|frameworks|ingest|lab|methods|plan|prompt|runtimes|server|serving)"
+    r"\.[\w.]+\w)`"
 )
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|toml|txt))`")
 
@@ -167,7 +170,7 @@ def exists(name: str) -> bool:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("api/")])
 def test_names_of_ours_exist(page: str) -> None:
-    """Full names, and those from a package of the core on: ``cache.disk.ChunkStore``."""
+    """Full names, and those from a package of the core on: ``methods.base.Method``."""
     assert not {name for name in names_on(page) if not exists(name)}
 
 

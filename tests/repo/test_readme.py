@@ -162,6 +162,7 @@ def test_links_lead_somewhere(path: str) -> None:
     """Those of docs/ are looked at when the site is built."""
     for link in LINK.findall(page(path)):
         target, _, anchor = link.partition("#")
+        target = target or path
         assert (ROOT / target).exists(), link
         titles = re.findall(r"^#+ (.*)$", page(target), re.MULTILINE) if anchor else []
         slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}

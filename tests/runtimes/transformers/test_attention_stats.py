@@ -1,6 +1,6 @@
 """Ingest-time analysis, on attention whose answer is known.
 
-`tests/engine/test_prefill.py` holds it against the attention that transformers hands out.
+`test_prefill.py` holds it against the attention that transformers hands out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as module
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import Limits
-from tests.engine.test_scheduler import as_owner
+from tests.serving.test_scheduler import as_owner
 from tests.support.covering import covering
 from tests.support.models import tiny_model
 from tests.support.processes import wait_until

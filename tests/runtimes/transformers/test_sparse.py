@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samkv_integrations.runtimes.transformers.eviction import InfLLM, Quest, RetrievalAttention
 from samkv_integrations.runtimes.transformers.eviction.base import Seen, SparseEviction
-from tests.eviction.test_eviction import Case, union_of_best
+from tests.runtimes.transformers.test_eviction import Case, union_of_best
 
 HEADS = [(4, 2), (6, 1), (3, 3)]
 

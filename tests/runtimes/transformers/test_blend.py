@@ -3,7 +3,7 @@
 The reference runs the model's own submodules layer by layer. For every layer it writes down which
 entries (position, key, value) there are, and every token attends, by a softmax written out here, to
 those at its own and earlier positions. Nothing of it is shared with the package but the
-way back from stored bytes (`tests/store/test_quantise.py`): not the rotation, not the attention,
+way back from stored bytes (`test_quantise.py`): not the rotation, not the attention,
 not the sets of tokens. Both sides take the same numbers from the caches, so nothing depends on
 their bits.
 
