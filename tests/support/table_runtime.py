@@ -21,6 +21,7 @@ from samkv_integrations.runtimes.base import (
     Observer,
     PromptPass,
     Runtime,
+    RuntimeKind,
     Sampler,
     TokenMask,
 )
@@ -214,3 +215,6 @@ class TableRuntime(Runtime):
         self, prompt_ids: Sequence[int], sampling: Sampling, mask: TokenMask | None
     ) -> Sampler:
         return Greedy(mask)
+
+
+TABLE = RuntimeKind(name="table", load=lambda name, **options: TableRuntime())
