@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,33 +90,35 @@ def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntri
 
     Where some were computed again for this answer, the prompt is kept with the answer, at its end.
     """
-    work, layout = plan.work, plan.work.layout
-    if begun.copied is not None:
-        _kept(request, plan, begun.copied, np.zeros(work.n_copied, np.bool_), is_whole=False)
-    entries = begun.sequence.entries
-    if entries is None:
+    work, remains, n_copied = plan.work, plan.remains, plan.work.n_copied
+    kept = partial(
+        KeptSequence[FirstEntries], made_by=work.caches.fingerprint.computed_by, way=request.way,
+        deletion=request.resolved.since,
+    )  # fmt: skip
+    if begun.copied is not None:  # exact entries of the first tokens, before any chunk
+        beginning = kept(
+            token_ids=request.token_ids[:n_copied], n_exact=n_copied,
+            from_cache=np.zeros(n_copied, np.bool_), prompts=(), turns=(),
+            entries=begun.copied, n_bytes=begun.copied.n_bytes,
+        )  # fmt: skip
+        request.keep(beginning)
+    if (entries := begun.sequence.entries) is None:
         return None
+    whole = kept(
+        token_ids=request.token_ids, n_exact=remains.n_exact,
+        from_cache=_from_cache(plan, begun), prompts=remains.prompts, turns=remains.turns,
+        entries=entries, n_bytes=entries.n_bytes,
+    )  # fmt: skip
+    return whole if len(work.held.again) or request.keep(whole) else None
+
+
+def _from_cache(plan: Plan, begun: Begun) -> NDArray[np.bool_]:
+    """(T,) tokens whose entries came from a chunk cache, and may be computed again later."""
+    layout, n_held = plan.work.layout, plan.work.held.n_tokens
     from_cache = np.zeros(layout.n_tokens, np.bool_)
     if plan.source is not None:
-        n_held = work.held.n_tokens
         from_cache[:n_held] = plan.source.from_cache[:n_held]
     # exact ones are not computed again for a later question either
     is_given = (begun.computed == 1) | layout.exact[layout.chunk_of_token]
     from_cache[layout.context_positions] = ~is_given
-    made = _kept(request, plan, entries, from_cache, is_whole=True)
-    return made
-
-
-def _kept(
-    request: Request, plan: Plan, entries: FirstEntries, from_cache: NDArray[np.bool_], *,
-    is_whole: bool,
-) -> KeptSequence[FirstEntries] | None:  # fmt: skip
-    n_tokens, remains = len(from_cache), plan.remains
-    made = KeptSequence(
-        made_by=plan.work.caches.fingerprint.computed_by, way=request.way,
-        deletion=request.resolved.since, token_ids=request.token_ids[:n_tokens],
-        n_exact=min(remains.n_exact, n_tokens), from_cache=from_cache,
-        prompts=remains.prompts if is_whole else (), turns=remains.turns if is_whole else (),
-        entries=entries, n_bytes=entries.n_bytes,
-    )  # fmt: skip
-    return made if len(plan.work.held.again) or request.keep(made) else None
+    return from_cache
