@@ -40,7 +40,9 @@ def main() -> None:
             passed.setdefault((code.co_filename, code.co_qualname))
 
     threading.setprofile(see)
-    llm = ChatSamKV(engine=Engine(engine.model, engine.store, method="reuse"), max_tokens=4)
+    # without memory, from which the second question would take the whole prompt
+    asked = Engine(engine.model, engine.store, method="reuse", prefix_bytes=0)
+    llm = ChatSamKV(engine=asked, max_tokens=4)
     llm.invoke(prompt)
     sys.setprofile(see)
     counts = True
