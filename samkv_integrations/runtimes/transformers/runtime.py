@@ -58,7 +58,8 @@ from samkv_integrations.store.chunk import (
 class Model(LayeredModel, Runtime):
     """A transformers model as a `Runtime`. For its arguments see `LayeredModel`."""
 
-    _before: tuple[str, Before] | None = None  # entries of the prefix, by fingerprint
+    # entries of the prefix, by the digest of the fingerprint, and the model's generation
+    _before: tuple[tuple[str, int], Before] | None = None
 
     @cached_property
     def _readers(self) -> WeakSet[HotChunks]:
@@ -105,10 +106,10 @@ class Model(LayeredModel, Runtime):
         pause: Callable[[], None],
     ) -> PrefilledChunks:  # fmt: skip
         with self.interruptible(pause):
-            before, generation = self._before, self.generation()
-            if before is None or before[0] != fingerprint.digest:
-                before = fingerprint.digest, entries_before(self, prefix)
-                if self.generation() == generation:  # else nothing of them is kept
+            before, key = self._before, (fingerprint.digest, self.generation())
+            if before is None or before[0] != key:
+                before = key, entries_before(self, prefix)
+                if self.generation() == key[1]:  # else nothing of them is kept
                     self._before = before
             return prefill(self, chunks, fingerprint, before[1])
 

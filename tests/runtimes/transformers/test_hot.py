@@ -24,6 +24,7 @@ from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.option import STORE_BITS
+from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk
 from samkv_integrations.runtimes.transformers.passes import working_cache
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
@@ -575,7 +576,7 @@ def test_an_answer_that_has_no_memory_fails_alone(
     asked = {"max_new_tokens": 30, "draft": 0, "eviction": "none"}
     short, go_on, sizes = CHUNKS[0], threading.Event(), list[int]()
     expected = hot.generate(short, CHUNKS[:1], **asked).text
-    attend, step = DenseCache.attend, scheduler.decode
+    attend, step = DenseCache.attend, runtime.decode
     most = hot.count_tokens(PROMPT) + 9
 
     def full(cache: DenseCache, layer: int, *args: Any) -> Tensor:
@@ -588,10 +589,10 @@ def test_an_answer_that_has_no_memory_fails_alone(
         return step(decoders, tokens)
 
     monkeypatch.setattr(DenseCache, "attend", full)
-    monkeypatch.setattr(scheduler, "decode", counted)
+    monkeypatch.setattr(runtime, "decode", counted)
     monkeypatch.setattr(scheduler, "LEAST_PART_S", math.inf)  # no step before both have begun
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(hot.scheduler.run, lambda: go_on.wait(60))
+        pool.submit(hot.scheduler.run, lambda _: go_on.wait(60))
         goes_on = pool.submit(hot.generate, short, CHUNKS[:1], **asked)
         wait_until(lambda: hot.scheduler.load.waiting == 1, "it waits first")
         fails = pool.submit(hot.generate, PROMPT, CHUNKS, **asked)
@@ -611,7 +612,7 @@ def test_what_a_rule_evicted_in_a_step_is_not_tried_again(
         monkeypatch.undo()
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(scheduler, "decode", full)
+    monkeypatch.setattr(runtime, "decode", full)
     with pytest.raises(OutOfMemory):
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4, eviction="h2o")
     assert hot.chunks.reader.n_bytes == 0
