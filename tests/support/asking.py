@@ -74,10 +74,10 @@ class Asked:
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """(n, vocabulary) logits after each of ``tokens``, which the cache keeps."""
         with torch.inference_mode():
-            return torch.stack([step(self.decoder(), token) for token in tokens])
+            return torch.stack([next_logits(self.decoder(), token) for token in tokens])
 
 
-def step(decoder: Decoder, token: int) -> Tensor:
+def next_logits(decoder: Decoder, token: int) -> Tensor:
     """(vocabulary,) logits after the next token of one answer."""
     return decode([decoder], [[token]])[0][0]
 

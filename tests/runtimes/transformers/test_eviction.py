@@ -38,7 +38,7 @@ from samkv_integrations.runtimes.transformers.eviction.base import (
 from samkv_integrations.runtimes.transformers.model.attention import attention
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
-from tests.support.asking import Asked, ask, step
+from tests.support.asking import Asked, ask, next_logits
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE
 from tests.support.models import FAMILIES, tiny_model
@@ -224,7 +224,7 @@ def test_a_budget_for_all_entries_changes_nothing(
         n_tokens, lengths = plain.n_tokens, list(plain.cache.lengths)
         tokens = (70, 9, 201, 33)
         with torch.inference_mode():
-            expected = [step(plain, token) for token in tokens]
+            expected = [next_logits(plain, token) for token in tokens]
         for name in CLASSES:
             # the smallest that is enough: a rule that slides counts the answer's entries as well
             budget = n_tokens + (ANSWER if name in SLIDING else 0)
@@ -232,7 +232,7 @@ def test_a_budget_for_all_entries_changes_nothing(
             assert evicting.cache.lengths == lengths
             with torch.inference_mode():
                 for token, logits in zip(tokens, expected, strict=True):
-                    assert torch.equal(step(evicting, token), logits)
+                    assert torch.equal(next_logits(evicting, token), logits)
 
 
 @pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS)))
@@ -244,7 +244,7 @@ def test_every_method_with_every_rule(
     lengths, kv_bytes = list(whole.cache.lengths), whole.cache.kv_bytes
     other = decoder_of(engine, whole)
     with torch.inference_mode():
-        unlike = [step(other, token) for token in tokens][-1]
+        unlike = [next_logits(other, token) for token in tokens][-1]
     for name in CLASSES:
         rule = rule_of(name, 40)
         first = asked(engine, method, rule)
@@ -259,7 +259,7 @@ def test_every_method_with_every_rule(
         decoder = decoder_of(engine, first)
         with torch.inference_mode():
             for token in tokens:
-                logits = step(decoder, token)
+                logits = next_logits(decoder, token)
                 assert bool(logits.isfinite().all())
         assert float((logits - unlike).abs().max()) > 0.01, "nothing of value was evicted"
         added = 0 if name in SLIDING else 8
@@ -371,7 +371,9 @@ def test_an_evicted_entry_is_a_masked_one(engines: Callable[[str], Engine], fami
         decoder = decoder_of(engine, first)
         with torch.inference_mode():
             for entry, token in enumerate(tokens, start=n):
-                torch.testing.assert_close(step(decoder, token), expected[entry], **TOLERANCE)
+                torch.testing.assert_close(
+                    next_logits(decoder, token), expected[entry], **TOLERANCE
+                )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -390,7 +392,7 @@ def test_a_sliding_window_is_a_banded_mask(engines: Callable[[str], Engine], fam
     decoder = decoder_of(engine, first)
     with torch.inference_mode():
         for entry, token in enumerate(tokens, start=n):
-            torch.testing.assert_close(step(decoder, token), expected[entry], **TOLERANCE)
+            torch.testing.assert_close(next_logits(decoder, token), expected[entry], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -409,7 +411,7 @@ def test_memory_is_freed_and_stays_so(engines: Callable[[str], Engine], name: st
     before = allocated()
     with torch.inference_mode():
         for token in range(steps):
-            step(decoder, token + 6)
+            next_logits(decoder, token + 6)
     assert allocated() <= (before if name in SLIDING else most * 2 * row_bytes)
     assert first.cache.kv_bytes <= most * 2 * row_bytes
     if name in SLIDING:
