@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from samkv_integrations.errors import InvalidOption, OutOfMemory
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
@@ -36,6 +36,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
+from samkv_integrations.runtimes.transformers.out_of_memory import told_of_memory
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     Before,
@@ -105,7 +106,7 @@ class Model(LayeredModel, Runtime):
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
     ) -> PrefilledChunks:  # fmt: skip
-        with self.interruptible(pause):
+        with told_of_memory(self.device), self.interruptible(pause):
             before, key = self._before, (fingerprint.digest, self.generation())
             if before is None or before[0] != key:
                 before = key, entries_before(self, prefix)
@@ -154,19 +155,14 @@ class Model(LayeredModel, Runtime):
             )
 
     def begin(self, work: PromptPass, observer: Observer) -> Begun:
-        try:
-            with self.interruptible(observer.pause):
-                return run_prompt(self, work, observer)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory.on(self.device) from error
+        with told_of_memory(self.device), self.interruptible(observer.pause):
+            return run_prompt(self, work, observer)
 
     def decode(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
     ) -> Sequence[torch.Tensor]:
-        try:
+        with told_of_memory(self.device):
             return decode(cast("Sequence[Decoder]", sequences), tokens)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory.on(self.device) from error
 
     def sampler(
         self, prompt_ids: Sequence[int], sampling: Sampling, mask: TokenMask | None

@@ -31,6 +31,7 @@ from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from samkv_integrations.serving import scheduler
 from samkv_integrations.store import chunk_file
 from samkv_integrations.store.chunk_file import ChunkFile
@@ -523,6 +524,38 @@ def test_a_device_without_memory_frees_the_chunks_and_tries_again(
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
     assert "".join(goes_on).startswith(expected)
     assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
+
+
+def test_a_device_without_memory_for_chunks_frees_memory_and_tries_again(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's missed chunk is computed before the prompt."""
+    prefill, left = runtime.prefill, [1]
+
+    def full(*args: Any) -> Any:
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return prefill(*args)
+
+    new = "a chunk that nobody cached, about the ferry. "
+    monkeypatch.setattr(runtime, "prefill", full)
+    asked = [*CHUNKS, new]
+    report = hot.generate(f"{PROMPT} {new} Q?", asked, on_miss="compute", max_new_tokens=1).report
+    assert not left and report.computed_now == 1 and hot.chunks.reader.n_bytes == 0
+    left.append(1)
+    with pytest.raises(OutOfMemory):
+        hot.cache_chunks([f"{new} And the inn."])
+
+
+def test_a_token_that_the_device_has_no_memory_to_choose_ends_its_answer(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(TransformersSampler, "_next", full)
+    with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer"):
+        hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("rule", ["none", "quest"])
