@@ -391,7 +391,10 @@ class Sampling:
     @classmethod
     def of(cls, **options: Unpack[SamplingOptions]) -> "Sampling":
         """From keyword arguments. Raises InvalidOption or UnknownOption for what is wrong."""
-        return cls(**complete(SamplingOptions, options, "option of sampling"))
+        values = complete(SamplingOptions, options, "option of sampling")
+        for name in ("temperature", "top_p", "min_p"):
+            values[name] = float(values[name])  # transformers refuses whole numbers
+        return cls(**values)
 
     @property
     def is_greedy(self) -> bool:

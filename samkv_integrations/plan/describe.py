@@ -43,6 +43,7 @@ def describe(request: Request, plan: Plan, begun: Begun) -> Report:
     if plan.is_full:
         ran = "prefix" if plan.source else "recompute"
     sequence = begun.sequence
+    of_opened = sum(stored.bytes_read for stored in set(resolved.opened))
     return Report(
         method=request.how.method.name, ran=ran,
         eviction=None if work.eviction is None else work.eviction.name,

@@ -165,8 +165,8 @@ class Request:
             self.sequences.drop(sequence.entries)
 
     def free_memory(self) -> None:
-        """Free hot chunks and kept sequences."""
-        self.chunks.reader.clear()
+        """Free the hot chunks of all engines of the model, and kept sequences."""
+        self.model.free()
         if self.sequences is not None:
             self.sequences.clear()
 

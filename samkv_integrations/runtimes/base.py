@@ -174,7 +174,7 @@ class Begun:
 
 
 class Sampler(Protocol):
-    """Chooses one token after another for one answer."""
+    """Chooses one token after another for one answer. Its methods may raise OutOfMemory."""
 
     def next(self, logits: Logits) -> int:
         """The token chosen from ``logits``."""
@@ -297,7 +297,9 @@ class Runtime(ModelText):
 
         pause: see `Observer.pause`.
 
-        Raises InvalidChunk if the entries of one cannot be stored.
+        Raises:
+            InvalidChunk: the entries of one cannot be stored.
+            OutOfMemory: the device has no memory for it.
         """
 
     @abstractmethod

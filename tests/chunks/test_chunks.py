@@ -7,7 +7,6 @@ from unicodedata import normalize
 
 import pytest
 
-import samkv_integrations.chunks.caching as module
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.store.windows import MIN_RUN
@@ -32,7 +31,7 @@ def test_a_text_of_other_tokens_is_not_computed() -> None:
     engine = Engine(tiny_model("llama"))
     true, forged = "What the chunk says.", "What somebody else says."
     ids = tuple(engine.model.tokenize(true, special=False))
-    computed = partial(engine.chunks.compute_for, since=0)
+    computed = partial(engine.chunks.compute_for, since=0, pause=lambda: None)
     assert engine.scheduler.run(lambda _: computed({ids: forged})) == {}
     assert not engine.store.contains(engine.store.key(engine.fingerprint, ids), engine.fingerprint)
     assert list(engine.scheduler.run(lambda _: computed({ids: true}))) == [ids]
@@ -82,7 +81,7 @@ class TestTexts:
             assert normalize("NFC", found) == self.BOTH[0]
         computed = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "prefill", lambda *args: computed.append(args))
+            patch.setattr(engine.model, "prefill", lambda *args: computed.append(args))
             engine.cache_chunks(texts)
         assert computed == []
         assert engine.forget(texts[:1]) == 1

@@ -18,7 +18,7 @@ from samkv_integrations.errors import (
     StoreError,
 )
 from samkv_integrations.option import OnMiss
-from samkv_integrations.runtimes.transformers.passes import prefill as ingest
+from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.store.memory import MemoryChunk
@@ -235,14 +235,14 @@ def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(tiny_model("llama"), method="reuse", block_size=8, prefix_bytes=0)
-    prefill, bad = ingest.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
+    prefill, bad = runtime.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
 
-    def refusing(model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> list[ChunkCache]:
+    def refusing(model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> Any:
         if any(len(chunk.token_ids) == bad for chunk in chunks):
             raise InvalidChunk("not finite")
         return prefill(model, chunks, *rest)
 
-    monkeypatch.setattr("samkv_integrations.chunks.caching.prefill", refusing)
+    monkeypatch.setattr(runtime, "prefill", refusing)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert report.computed_now == len(TEXTS) - 1
     again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report

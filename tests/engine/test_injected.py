@@ -12,7 +12,8 @@ from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.option import OnMiss
 from samkv_integrations.plan.request import Request
-from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.runtimes.base import Observer
+from samkv_integrations.serving import answers
 from samkv_integrations.serving.first_token import FirstToken, first_token
 from tests.support.covering import covering
 from tests.support.handles import issued
@@ -43,14 +44,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """The control tokens of each prompt that the model reads, in order."""
     found: list[list[str]] = []
 
-    def noted(request: Request) -> FirstToken:
-        begun = first_token(request)
+    def noted(request: Request, observer: Observer) -> FirstToken:
+        begun = first_token(request, observer)
         known = request.model.tokenizer.convert_tokens_to_ids(list(SPECIAL))
         names = dict(zip(known, SPECIAL, strict=True))
         found.append([names[id] for id in begun.layout.token_ids.tolist() if id in names])
         return begun
 
-    monkeypatch.setattr(scheduler_module, "first_token", noted)
+    monkeypatch.setattr(answers, "first_token", noted)
     yield found
     assert found
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from samkv_integrations import ChunkStore, Engine
-from samkv_integrations.chunks import caching as chunks_module
 from samkv_integrations.errors import (
     HandleError,
     StoreError,
     UnsupportedModel,
 )
+from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import Store
 from samkv_integrations.store.memory import MemoryStore
@@ -163,15 +163,15 @@ def test_nothing_is_served_after_a_conversion() -> None:
 
 def while_computing(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """Have the model changed by somebody else during the next pass over chunks."""
-    plain = chunks_module.prefill
+    plain = runtime.prefill
 
     def prefill(model: Model, *rest: Any) -> Any:  # noqa: ANN401
-        monkeypatch.setattr(chunks_module, "prefill", plain)
+        monkeypatch.setattr(runtime, "prefill", plain)
         made = plain(model, *rest)
         change(model.hf)
         return made
 
-    monkeypatch.setattr(chunks_module, "prefill", prefill)
+    monkeypatch.setattr(runtime, "prefill", prefill)
 
 
 def test_what_a_changing_model_computes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ WRONG: list[tuple[Callable[[Engine], Any], str]] = [
     ),
     (lambda e: e.delete([5]), "keys holds 5, which is no text"),
     (lambda e: e.delete(None), "keys=None; it must be a list of strings"),
-    (lambda e: Engine("builtin"), "model='builtin' is no Model; Engine.from_pretrained takes"),
+    (lambda e: Engine("builtin"), "model='builtin'; it must be a Model: Engine.from_pretrained"),
     (lambda e: Engine(e.model.hf), "and Model(model, tokenizer, name) what transformers has"),
     (lambda e: Engine(e.model, prefix_bytes="many"), "prefix_bytes='many'; give a number of bytes"),
     (lambda e: Engine(e.model, prefix_bytes=-1), "prefix_bytes=-1; give a number of bytes"),

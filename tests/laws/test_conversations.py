@@ -20,7 +20,7 @@ from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.stream import Answer
-from tests.support.asking import ask
+from tests.support.asking import ask, next_logits
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, TOLERANCE, changed, engine_of, words
 from tests.support.models import FAMILIES, OTHER_FAMILIES, byte_tokenizer, hf_model
@@ -108,12 +108,12 @@ def test_what_a_new_question_names_is_computed_again_in_place(family: str) -> No
     assert found.report.recompute_ratio * n_context == pytest.approx(len(again))
     decoder, n_layers = held.decoder(), engine.model.n_layers
     for at in again:
-        held.cache.lengths, decoder.position = [at] * n_layers, at
+        held.cache.lengths, decoder.n_tokens = [at] * n_layers, at
         with torch.inference_mode():
-            decoder.step(ids[at])
-    held.cache.lengths, decoder.position = [n_held] * n_layers, n_held
+            next_logits(decoder, ids[at])
+    held.cache.lengths, decoder.n_tokens = [n_held] * n_layers, n_held
     with torch.inference_mode():
-        steps = [decoder.step(token) for token in ids[n_held:]]
+        steps = [next_logits(decoder, token) for token in ids[n_held:]]
     torch.testing.assert_close(found.first.logits, steps[-1], **TOLERANCE)
 
 

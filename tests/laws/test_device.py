@@ -19,16 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from samkv_integrations.chunks import caching
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import CacheMiss
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.option import STORE_BITS
+from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.passes import loader
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.loader import LAYERS_TOGETHER, Context
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefilledChunks
 from samkv_integrations.runtimes.transformers.runtime import Model
@@ -49,9 +48,9 @@ AS_CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 class OnThisThread(Scheduler):
     """Where the device is pretended, which is a matter of one thread."""
 
-    def run(self, work: Callable[[], Any], *, may_pause: bool = False) -> Any:
+    def run(self, work: Callable[[Callable[[], None]], Any], *, owner: str = "") -> Any:
         with torch.inference_mode():
-            return work()
+            return work(lambda: None)
 
 
 def engine(store: MemoryStore | None = None, *, n_layers: int = 4, **options: object) -> Engine:
@@ -77,12 +76,12 @@ class Waits:
         self.steps: list[dict[str, int]] = []
         through = self._counting(device, Blend.through_layers, self.passes)
         monkeypatch.setattr(Blend, "through_layers", through)
-        monkeypatch.setattr(Decoder, "step", self._counting(device, Decoder.step, self.steps))
+        monkeypatch.setattr(Model, "decode", self._counting(device, Model.decode, self.steps))
 
     def _counting(
-        self, device: Device, function: Callable[..., Tensor], into: list[dict[str, int]]
-    ) -> Callable[..., Tensor]:
-        def counting(*args: object) -> Tensor:
+        self, device: Device, function: Callable[..., Any], into: list[dict[str, int]]
+    ) -> Callable[..., Any]:
+        def counting(*args: object) -> Any:
             before = Counter(device.waits)
             result = function(*args)
             into.append(dict(device.waits - before))
@@ -140,7 +139,7 @@ def ingest_of(n_chunks: int, monkeypatch: pytest.MonkeyPatch, n_layers: int = 4)
     """What one batch of chunks of two lengths costs, without the prefix and the hash of weights."""
     texts = [f"{'the mill stands by the quay ' * (1 + at % 2)}{at:2}" for at in range(n_chunks)]
     costs: Counter[str] = Counter()
-    through, encode = caching.prefill, EntryFormat.encode_chunks
+    through, encode = runtime.prefill, EntryFormat.encode_chunks
 
     def counting(*args: Any) -> PrefilledChunks:
         before, n_before = Counter(device.waits), device.n_operations
@@ -156,7 +155,7 @@ def ingest_of(n_chunks: int, monkeypatch: pytest.MonkeyPatch, n_layers: int = 4)
         return found
 
     with monkeypatch.context() as patch, pretend_device() as device:
-        patch.setattr(caching, "prefill", counting)
+        patch.setattr(runtime, "prefill", counting)
         patch.setattr(EntryFormat, "encode_chunks", counting_encode)
         there = engine(MemoryStore(), n_layers=n_layers)
         there.cache_chunks(texts)

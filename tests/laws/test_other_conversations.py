@@ -10,8 +10,8 @@ import torch
 
 from samkv_integrations import Engine
 from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving import scheduler as scheduler_module
 from tests.support.asking import ask
 from tests.support.costs import TOKENS_ONLY
 from tests.support.laws import CHUNKS, WHOLE_IS_FASTER, words
@@ -207,7 +207,7 @@ def test_what_grew_beyond_the_budget_is_held_no_longer(
 ) -> None:
     """Regression: the prompt stayed under its first size, with the tensors of the whole answer."""
     engine, prompt = Engine(letters(), prefix_bytes=300_000, method="recompute"), "Hello there, you"
-    decode, n_steps = scheduler_module.decode, 0
+    decode, n_steps = runtime.decode, 0
 
     def failing(*args: Any) -> Any:
         nonlocal n_steps
@@ -219,7 +219,7 @@ def test_what_grew_beyond_the_budget_is_held_no_longer(
     if how == "forced":
         engine.logits(prompt, follow=[70 + at % 60 for at in range(700)])
     elif how == "failed":
-        monkeypatch.setattr(scheduler_module, "decode", failing)
+        monkeypatch.setattr(runtime, "decode", failing)
         with pytest.raises(RuntimeError, match="a step fails"):
             engine.generate(prompt, max_new_tokens=900, draft=0)
         engine.scheduler.run(lambda _: None)

@@ -74,7 +74,12 @@ class Asked:
     def follow(self, tokens: Sequence[int]) -> Tensor:
         """(n, vocabulary) logits after each of ``tokens``, which the cache keeps."""
         with torch.inference_mode():
-            return torch.cat([decode([self.decoder()], [[token]])[0] for token in tokens])
+            return torch.stack([next_logits(self.decoder(), token) for token in tokens])
+
+
+def next_logits(decoder: Decoder, token: int) -> Tensor:
+    """(vocabulary,) logits after the next token of one answer."""
+    return decode([decoder], [[token]])[0][0]
 
 
 def first_token_by(

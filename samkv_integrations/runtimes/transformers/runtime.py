@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from samkv_integrations.errors import InvalidOption, OutOfMemory
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
@@ -36,6 +36,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
+from samkv_integrations.runtimes.transformers.out_of_memory import told_of_memory
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     Before,
@@ -58,7 +59,8 @@ from samkv_integrations.store.chunk import (
 class Model(LayeredModel, Runtime):
     """A transformers model as a `Runtime`. For its arguments see `LayeredModel`."""
 
-    _before: tuple[str, Before] | None = None  # entries of the prefix, by fingerprint
+    # entries of the prefix, by the digest of the fingerprint, and the model's generation
+    _before: tuple[tuple[str, int], Before] | None = None
 
     @cached_property
     def _readers(self) -> WeakSet[HotChunks]:
@@ -104,11 +106,11 @@ class Model(LayeredModel, Runtime):
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
     ) -> PrefilledChunks:  # fmt: skip
-        with self.interruptible(pause):
-            before, generation = self._before, self.generation()
-            if before is None or before[0] != fingerprint.digest:
-                before = fingerprint.digest, entries_before(self, prefix)
-                if self.generation() == generation:  # else nothing of them is kept
+        with told_of_memory(self.device), self.interruptible(pause):
+            before, key = self._before, (fingerprint.digest, self.generation())
+            if before is None or before[0] != key:
+                before = key, entries_before(self, prefix)
+                if self.generation() == key[1]:  # else nothing of them is kept
                     self._before = before
             return prefill(self, chunks, fingerprint, before[1])
 
@@ -153,19 +155,14 @@ class Model(LayeredModel, Runtime):
             )
 
     def begin(self, work: PromptPass, observer: Observer) -> Begun:
-        try:
-            with self.interruptible(observer.pause):
-                return run_prompt(self, work, observer)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory.on(self.device) from error
+        with told_of_memory(self.device), self.interruptible(observer.pause):
+            return run_prompt(self, work, observer)
 
     def decode(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
     ) -> Sequence[torch.Tensor]:
-        try:
+        with told_of_memory(self.device):
             return decode(cast("Sequence[Decoder]", sequences), tokens)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory.on(self.device) from error
 
     def sampler(
         self, prompt_ids: Sequence[int], sampling: Sampling, mask: TokenMask | None

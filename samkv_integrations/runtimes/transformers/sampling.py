@@ -22,6 +22,7 @@ from samkv_integrations.option import declared
 from samkv_integrations.options import Sampling, SamplingOptions
 from samkv_integrations.runtimes.base import TokenMask
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
+from samkv_integrations.runtimes.transformers.out_of_memory import told_of_memory
 
 _WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
     "temperature": TemperatureLogitsWarper,
@@ -69,6 +70,10 @@ class TransformersSampler:
 
     def next_if_sure(self, logits: Tensor, tolerance: float) -> int | None:
         """See `Sampler.next_if_sure`."""
+        with told_of_memory(logits.device):
+            return self._next(logits, tolerance)
+
+    def _next(self, logits: Tensor, tolerance: float) -> int | None:
         scores = logits[None].float()
         if self._mask is not None:
             answer = self._ids[0, self._n_prompt :].tolist()

@@ -38,8 +38,7 @@ from samkv_integrations.runtimes.transformers.eviction.base import (
 from samkv_integrations.runtimes.transformers.model.attention import attention
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
-from samkv_integrations.serving.first_token import FirstToken
-from tests.support.asking import ask
+from tests.support.asking import Asked, ask, next_logits
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE
 from tests.support.models import FAMILIES, tiny_model
@@ -74,13 +73,13 @@ def engines() -> Callable[[str], Engine]:
 
 def asked(
     engine: Engine, method: str | Method, rule: Eviction | None, capacity: int = ANSWER
-) -> FirstToken:
+) -> Asked:
     """The first token of an answer, whose cache the rule has thinned out."""
     given = "none" if rule is None else rule
-    return ask(engine, PROMPT, CHUNKS, method, eviction=given, capacity=capacity).first
+    return ask(engine, PROMPT, CHUNKS, method, eviction=given, capacity=capacity)
 
 
-def decoder_of(engine: Engine, first: FirstToken) -> Decoder:
+def decoder_of(engine: Engine, first: Asked) -> Decoder:
     return Decoder(engine.model, first.cache, first.layout.n_tokens)
 
 
@@ -222,10 +221,10 @@ def test_a_budget_for_all_entries_changes_nothing(
     engine = engines(family)
     for method in ("recompute", "samkv-guided"):
         plain = decoder_of(engine, asked(engine, method, None))
-        n_tokens, lengths = plain.position, list(plain.cache.lengths)
+        n_tokens, lengths = plain.n_tokens, list(plain.cache.lengths)
         tokens = (70, 9, 201, 33)
         with torch.inference_mode():
-            expected = [plain.step(token) for token in tokens]
+            expected = [next_logits(plain, token) for token in tokens]
         for name in CLASSES:
             # the smallest that is enough: a rule that slides counts the answer's entries as well
             budget = n_tokens + (ANSWER if name in SLIDING else 0)
@@ -233,7 +232,7 @@ def test_a_budget_for_all_entries_changes_nothing(
             assert evicting.cache.lengths == lengths
             with torch.inference_mode():
                 for token, logits in zip(tokens, expected, strict=True):
-                    assert torch.equal(evicting.step(token), logits)
+                    assert torch.equal(next_logits(evicting, token), logits)
 
 
 @pytest.mark.parametrize(("family", "method"), covering(FAMILIES, list(METHODS)))
@@ -245,7 +244,7 @@ def test_every_method_with_every_rule(
     lengths, kv_bytes = list(whole.cache.lengths), whole.cache.kv_bytes
     other = decoder_of(engine, whole)
     with torch.inference_mode():
-        unlike = [other.step(token) for token in tokens][-1]
+        unlike = [next_logits(other, token) for token in tokens][-1]
     for name in CLASSES:
         rule = rule_of(name, 40)
         first = asked(engine, method, rule)
@@ -260,12 +259,12 @@ def test_every_method_with_every_rule(
         decoder = decoder_of(engine, first)
         with torch.inference_mode():
             for token in tokens:
-                logits = decoder.step(token)
+                logits = next_logits(decoder, token)
                 assert bool(logits.isfinite().all())
         assert float((logits - unlike).abs().max()) > 0.01, "nothing of value was evicted"
         added = 0 if name in SLIDING else 8
         assert first.cache.lengths == [n + added for n in entries]
-        assert decoder.position == n_tokens + 8
+        assert decoder.n_tokens == n_tokens + 8
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -372,7 +371,9 @@ def test_an_evicted_entry_is_a_masked_one(engines: Callable[[str], Engine], fami
         decoder = decoder_of(engine, first)
         with torch.inference_mode():
             for entry, token in enumerate(tokens, start=n):
-                torch.testing.assert_close(decoder.step(token), expected[entry], **TOLERANCE)
+                torch.testing.assert_close(
+                    next_logits(decoder, token), expected[entry], **TOLERANCE
+                )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -391,7 +392,7 @@ def test_a_sliding_window_is_a_banded_mask(engines: Callable[[str], Engine], fam
     decoder = decoder_of(engine, first)
     with torch.inference_mode():
         for entry, token in enumerate(tokens, start=n):
-            torch.testing.assert_close(decoder.step(token), expected[entry], **TOLERANCE)
+            torch.testing.assert_close(next_logits(decoder, token), expected[entry], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -410,7 +411,7 @@ def test_memory_is_freed_and_stays_so(engines: Callable[[str], Engine], name: st
     before = allocated()
     with torch.inference_mode():
         for token in range(steps):
-            decoder.step(token + 6)
+            next_logits(decoder, token + 6)
     assert allocated() <= (before if name in SLIDING else most * 2 * row_bytes)
     assert first.cache.kv_bytes <= most * 2 * row_bytes
     if name in SLIDING:

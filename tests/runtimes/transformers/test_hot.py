@@ -24,12 +24,14 @@ from samkv_integrations import METHODS, ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption, OutOfMemory
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.option import STORE_BITS
+from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk
 from samkv_integrations.runtimes.transformers.passes import working_cache
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from samkv_integrations.serving import scheduler
 from samkv_integrations.store import chunk_file
 from samkv_integrations.store.chunk_file import ChunkFile
@@ -524,6 +526,38 @@ def test_a_device_without_memory_frees_the_chunks_and_tries_again(
     assert hot.generate(PROMPT, CHUNKS, max_new_tokens=4).text == expected
 
 
+def test_a_device_without_memory_for_chunks_frees_memory_and_tries_again(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's missed chunk is computed before the prompt."""
+    prefill, left = runtime.prefill, [1]
+
+    def full(*args: Any) -> Any:
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return prefill(*args)
+
+    new = "a chunk that nobody cached, about the ferry. "
+    monkeypatch.setattr(runtime, "prefill", full)
+    asked = [*CHUNKS, new]
+    report = hot.generate(f"{PROMPT} {new} Q?", asked, on_miss="compute", max_new_tokens=1).report
+    assert not left and report.computed_now == 1 and hot.chunks.reader.n_bytes == 0
+    left.append(1)
+    with pytest.raises(OutOfMemory):
+        hot.cache_chunks([f"{new} And the inn."])
+
+
+def test_a_token_that_the_device_has_no_memory_to_choose_ends_its_answer(
+    hot: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(TransformersSampler, "_next", full)
+    with pytest.raises(OutOfMemory, match="^cpu has no memory left for this answer"):
+        hot.generate(PROMPT, CHUNKS, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("rule", ["none", "quest"])
 def test_a_step_without_memory_is_taken_back_and_tried_once_more(
     hot: Engine, monkeypatch: pytest.MonkeyPatch, rule: str
@@ -575,7 +609,7 @@ def test_an_answer_that_has_no_memory_fails_alone(
     asked = {"max_new_tokens": 30, "draft": 0, "eviction": "none"}
     short, go_on, sizes = CHUNKS[0], threading.Event(), list[int]()
     expected = hot.generate(short, CHUNKS[:1], **asked).text
-    attend, step = DenseCache.attend, scheduler.decode
+    attend, step = DenseCache.attend, runtime.decode
     most = hot.count_tokens(PROMPT) + 9
 
     def full(cache: DenseCache, layer: int, *args: Any) -> Tensor:
@@ -588,10 +622,10 @@ def test_an_answer_that_has_no_memory_fails_alone(
         return step(decoders, tokens)
 
     monkeypatch.setattr(DenseCache, "attend", full)
-    monkeypatch.setattr(scheduler, "decode", counted)
+    monkeypatch.setattr(runtime, "decode", counted)
     monkeypatch.setattr(scheduler, "LEAST_PART_S", math.inf)  # no step before both have begun
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(hot.scheduler.run, lambda: go_on.wait(60))
+        pool.submit(hot.scheduler.run, lambda _: go_on.wait(60))
         goes_on = pool.submit(hot.generate, short, CHUNKS[:1], **asked)
         wait_until(lambda: hot.scheduler.load.waiting == 1, "it waits first")
         fails = pool.submit(hot.generate, PROMPT, CHUNKS, **asked)
@@ -611,7 +645,7 @@ def test_what_a_rule_evicted_in_a_step_is_not_tried_again(
         monkeypatch.undo()
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(scheduler, "decode", full)
+    monkeypatch.setattr(runtime, "decode", full)
     with pytest.raises(OutOfMemory):
         hot.generate(PROMPT, CHUNKS, max_new_tokens=4, eviction="h2o")
     assert hot.chunks.reader.n_bytes == 0

@@ -19,9 +19,9 @@ from benchmarks.models import random_model
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, ModelNotFound, UnsupportedModel
 from samkv_integrations.options import Sampling
-from samkv_integrations.runtimes.base import Sampler
 from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
 
 PROMPT = "Once upon a time"
@@ -272,7 +272,7 @@ class TestSampling:
 
         def drawn(**options: Any) -> Counter[int]:
             sampling = Sampling.of(temperature=50.0, seed=0, **options)
-            sampler = Sampler(model, [1], sampling)
+            sampler = TransformersSampler(model, [1], sampling)
             return Counter(sampler.next(logits) for _ in range(200))
 
         assert set(drawn(top_k=3)) == {259, 260, 261}
@@ -287,7 +287,7 @@ class TestSampling:
     def test_the_ends_of_what_is_allowed(self, options: dict[str, Any]) -> None:
         model = tiny_model()
         logits = torch.linspace(-20, 20, model.config.vocab_size)
-        token = Sampler(model, [1], Sampling.of(seed=0, **options)).next(logits)
+        token = TransformersSampler(model, [1], Sampling.of(seed=0, **options)).next(logits)
         assert token == len(logits) - 1 or options["temperature"] == 1
 
     @pytest.mark.parametrize(
