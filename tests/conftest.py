@@ -13,7 +13,8 @@ import torch
 
 from samkv_integrations.chroma.client import client_of_server
 from samkv_integrations.plan.request import Request
-from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.runtimes.base import Observer
+from samkv_integrations.serving import answers
 from samkv_integrations.serving.first_token import FirstToken, first_token
 from tests.support.chroma_server import HOST as CHROMA_HOST
 from tests.support.chroma_server import chroma_server
@@ -122,11 +123,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests whose first pass has begun."""
     found: list[Request] = []
 
-    def noted(request: Request) -> FirstToken:
+    def noted(request: Request, observer: Observer) -> FirstToken:
         found.append(request)
-        return first_token(request)
+        return first_token(request, observer)
 
-    monkeypatch.setattr(scheduler_module, "first_token", noted)
+    monkeypatch.setattr(answers, "first_token", noted)
     return found
 
 

@@ -22,13 +22,9 @@ from samkv_integrations.frameworks.fields import (
 )
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import EngineOptions
-
-if TYPE_CHECKING:
-    from samkv_integrations.engine import Engine
-    from samkv_integrations.runtimes.base import Runtime
-
-# The modules of an engine take seconds to import. So they are imported when an engine is made, or
-# when one is given; a program that only imports a connector does not wait for them.
+from samkv_integrations.runtimes.base import Runtime
+from samkv_integrations.store.disk import ChunkStore
+from samkv_integrations.store.memory import MemoryStore
 
 MADE_BY = {
     "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
@@ -38,15 +34,8 @@ MADE_BY = {
 """Loaded object -> arguments that say how to load it, and have no effect beside it."""
 
 
-def is_engine(value: object) -> bool:
-    """Whether ``value`` is an `Engine`."""
-    from samkv_integrations import Engine
-
-    return isinstance(value, Engine)
-
-
 def _checked_engine(value: object) -> object:
-    if value is not None and not is_engine(value):
+    if value is not None and not isinstance(value, Engine):
         raise PydanticCustomError("is_instance_of", "Input should be an instance of Engine")
     return value
 
@@ -82,8 +71,6 @@ def engine_of(source: ModelSource) -> Engine:
 
     Raises InvalidOption if an argument would be ignored, MissingExtra if no runtime is installed.
     """
-    from samkv_integrations import ChunkStore, Engine, MemoryStore
-
     for loaded, names in MADE_BY.items():
         for name in names:
             if getattr(source, loaded) is not None and getattr(source, name):
@@ -177,8 +164,8 @@ def _require_no(*names: str, of: ModelSource) -> None:
 
 
 def _model_of(source: ModelSource) -> Runtime:
-    from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
-    from samkv_integrations.runtimes.transformers.runtime import Model
+    # takes seconds, which a program that only imports a connector does not wait for
+    from samkv_integrations.runtimes.transformers import Model, load_model, load_tokenizer
 
     tokenizer = source.tokenizer
     if tokenizer is None and source.tokenizer_name is not None:
@@ -213,8 +200,8 @@ class EngineRef:
         """From the arguments of a component. Raises InvalidOption unless one of them is given."""
         if (llm is None) == (engine is None):
             raise InvalidOption("give either llm (one of samkv-integrations) or engine")
-        found: Engine | None = engine if llm is None else getattr(llm, "engine", None)
-        if not is_engine(found):
+        found: object = engine if llm is None else getattr(llm, "engine", None)
+        if not isinstance(found, Engine):
             given = type(engine if llm is None else llm).__name__
             raise InvalidOption(
                 f"{given} has no engine; give an LLM of samkv-integrations as llm, or an Engine"

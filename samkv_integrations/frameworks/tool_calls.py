@@ -13,13 +13,12 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samkv_integrations.errors import Given, InvalidOption
-
-if TYPE_CHECKING:
-    from samkv_integrations.prompt.reader import Prompt
-    from samkv_integrations.runtimes.base import Runtime
+from samkv_integrations.prompt.quoting import Chat
+from samkv_integrations.prompt.reader import Prompt
+from samkv_integrations.runtimes.base import Runtime
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(\s*[{{\[].*?)(?:{_CLOSE}|$)", re.DOTALL)
@@ -250,8 +249,6 @@ def with_tools(
         raise InvalidOption("tools with messages_to_prompt; leave it out, for the chat template")
     if use.json_schema is not None:
         options["json_schema"] = use.json_schema
-    from samkv_integrations.prompt.quoting import Chat  # with the modules of the engine
-
     return Chat(prompt, use.tools), use
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 from samkv_integrations.methods.table import Table
 
 NO_EVICTION = "none"
@@ -43,24 +43,28 @@ class Eviction(ABC):
             value = getattr(self, option)
             if type(value) is not int or value < least:
                 raise InvalidOption(
-                    f"{option}={value!r} of {self.name!r}; it must be a whole number from {least} "
-                    "on"
+                    Given(option, value),
+                    f" of {self.name!r}; it must be a whole number from {least} on",
                 )
         tokens, ratio = self.budget_tokens, self.budget_ratio
         if (tokens is None) == (ratio is None):
             raise InvalidOption(
-                f"budget_tokens={tokens} and budget_ratio={ratio} of {self.name!r}; give exactly "
-                "one of them, and set the other one to None"
+                Given("budget_tokens", tokens),
+                " and ",
+                Given("budget_ratio", ratio),
+                f" of {self.name!r}; give exactly one of them, and set the other one to None",
             )
         if ratio is not None and not 0 < ratio <= 1:
             raise InvalidOption(
-                f"budget_ratio={ratio} of {self.name!r}; it must be above 0 and at most 1, a share "
-                "of the prompt (give budget_tokens for a number of entries)"
+                Given("budget_ratio", ratio),
+                f" of {self.name!r}; it must be above 0 and at most 1, a share of the prompt (give "
+                "budget_tokens for a number of entries)",
             )
         if tokens is not None and not (type(tokens) is int and tokens >= self.min_tokens):
             raise InvalidOption(
-                f"budget_tokens={tokens} of {self.name!r}; with its other options it keeps at "
-                f"least {self.min_tokens} entries, give a whole number from {self.min_tokens} on"
+                Given("budget_tokens", tokens),
+                f" of {self.name!r}; with its other options it keeps at least {self.min_tokens} "
+                f"entries, give a whole number from {self.min_tokens} on",
             )
 
     @property

@@ -53,7 +53,7 @@ def describe(request: Request, plan: Plan, begun: Begun) -> Report:
         uncached_tokens=n_tokens - n_context - (n_held - n_in_memory), exact_tokens=n_exact,
         found=len(chunks), reused=len(reused), prefix_chunks=len(in_memory - reused),
         computed_now=int(is_new.sum()), chunk_misses=dict(resolved.misses.reasons),
-        bytes_read=resolved.misses.bytes_read + sum(one.bytes_read for one in set(resolved.opened)),
+        bytes_read=resolved.misses.bytes_read + of_opened,
         kv_bytes=sequence.prompt_bytes, full_kv_bytes=n_tokens * model.token_kv_bytes,
         decode_kv_bytes=sequence.kv_bytes,
         probe_s=spent["probe"], select_s=spent["select"], load_s=spent["load"],

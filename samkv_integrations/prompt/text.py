@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt, SpecialTokens
 
 _USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
@@ -138,7 +138,7 @@ class ModelText(ABC):
     def end_ids(self, more: Iterable[int]) -> frozenset[int]:
         """`eos_ids` and ``more``. Raises InvalidOption if one of ``more`` is not a token."""
         if isinstance(more, str) or not isinstance(more, Iterable):
-            raise InvalidOption(f"stop_ids={more!r}; it must be a list of token ids")
+            raise InvalidOption(Given("stop_ids", more), "; it must be a list of token ids")
         ids, size = list(more), self.n_vocabulary
         for found in ids:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, TimedOut
+from samkv_integrations.errors import Given, InvalidOption, MissingExtra, Overloaded, TimedOut
 from samkv_integrations.runtimes.base import Runtime
 
 # One way to write JSON, that of json.dumps: where any white space is allowed, some models write
@@ -87,8 +87,9 @@ def check_json_schema(schema: object) -> None:
         written = ""
     if not written:
         raise InvalidOption(
-            f"json_schema={reprlib.repr(schema)}; it must be a JSON schema as a dict, such as "
-            "{'type': 'object'} or what model_json_schema() of a pydantic class returns"
+            Given("json_schema", schema),
+            "; it must be a JSON schema as a dict, such as {'type': 'object'} or what "
+            "model_json_schema() of a pydantic class returns",
         )
     if len(written) > MAX_SCHEMA_LENGTH:
         raise InvalidOption(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from samkv_integrations.errors import InvalidOption, OutOfMemory, Overloaded
+from samkv_integrations.errors import Given, InvalidOption, OutOfMemory, Overloaded
 from samkv_integrations.runtimes.base import MOST_ROWS, Runtime
 from samkv_integrations.serving.answers import Abandoned, RunningAnswer
 from samkv_integrations.serving.turns import Call, Job, Limits, Turns
@@ -70,7 +70,7 @@ class Scheduler:
         if given is None:
             return cls(model)
         if not isinstance(given, Scheduler):
-            raise InvalidOption(f"scheduler={given!r}; it must be Scheduler(model), or None")
+            raise InvalidOption(Given("scheduler", given), "; it must be Scheduler(model), or None")
         if given.model is not model:
             raise InvalidOption(
                 f"scheduler runs another model, {given.model.name!r}; give Scheduler(model) of the "

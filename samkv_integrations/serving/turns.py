@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.serving.answers import RunningAnswer
 
 AHEAD = 32
@@ -44,8 +44,9 @@ class Limits:
             if type(value) is int and value >= least or (value is None and may_be_none):
                 continue
             raise InvalidOption(
-                f"{name}={value!r}; it must be a whole number of at least {least}"
-                f"{', or None' if may_be_none else ''}"
+                Given(name, value),
+                f"; it must be a whole number of at least {least}"
+                f"{', or None' if may_be_none else ''}",
             )
 
     def have_room(self, running: Sequence[RunningAnswer], answer: RunningAnswer) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.errors import FingerprintMismatch, InvalidOption, StoreError
+from samkv_integrations.errors import FingerprintMismatch, Given, InvalidOption, StoreError
 from samkv_integrations.option import bytes_of
 from samkv_integrations.store.base import IngestStore, Notes
 from samkv_integrations.store.chunk import (
@@ -236,7 +236,7 @@ class IndexedStore(IngestStore):
 def quotas_of(quota: object) -> dict[str, int]:
     """Bytes by namespace; None is no limit. Raises InvalidOption for what is no such mapping."""
     if quota is not None and not isinstance(quota, Mapping):
-        raise InvalidOption(f"quota={quota!r:.60}; it must be a mapping of namespaces to bytes")
+        raise InvalidOption(Given("quota", quota), "; it must be a mapping of namespaces to bytes")
     return {
         check_namespace(name): bytes_of(name, size)
         for name, size in (quota or {}).items()
@@ -269,15 +269,16 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
-    options = [f"{name}={there[name]!r}" for name in ("dtype", "store_bits") if name in there]
+    options: list[object] = [
+        Given(name, there[name]) for name in ("dtype", "store_bits") if name in there
+    ]
     if "weights" in there and closest.model != wanted.model:
         options.insert(0, f"the model {closest.model!r} (--model of a command)")
     elif "prefix" in there:
         options.append("the prefix= and prefix_text= of the engine that filled it")
-    next_step = "ingest again"
-    if options:
-        next_step += f", or give {' and '.join(options)}"
+    instead = [part for option in options for part in (" and ", option)][1:]
     return FingerprintMismatch(
         f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
-        f"{closest.model!r}: {fields}; next step: {next_step}"
+        f"{closest.model!r}: {fields}; next step: ingest again",
+        *([", or give ", *instead] if instead else ()),
     )

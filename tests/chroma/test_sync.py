@@ -13,12 +13,12 @@ import chromadb
 import pytest
 from chromadb.config import Settings
 
-import samkv_integrations.chunks.caching
 from samkv_integrations import ChunkStore, Engine, MemoryStore
 from samkv_integrations.chroma.client import KEY_FIELD, connect_collection, open_collection
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store import database
 from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
@@ -96,7 +96,7 @@ class TestBuildAndLink:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
         for owner, name in (
-            (samkv_integrations.chunks.caching, "prefill"),
+            (Model, "prefill"),
             (link.collection, "update"),
         ):
             monkeypatch.setattr(owner, name, _not_called)

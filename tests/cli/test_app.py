@@ -5,13 +5,21 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from samkv_integrations import release
 from samkv_integrations.chroma.client import Database
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.methods.eviction import EVICTIONS, with_budget
+from samkv_integrations.serving.grammar import check_json_schema
+from samkv_integrations.serving.scheduler import Scheduler
+from samkv_integrations.serving.turns import Limits
+from samkv_integrations.store.indexed import quotas_of
 from tests.cli.running import error_of, ran
+from tests.support.models import tiny_model
 
 
 def test_version() -> None:
@@ -43,6 +51,9 @@ def test_the_package_is_the_command(
         (("ask", "Who?", "--draft", "-1"), 2),
         (("ask", "Who?", "--hot-bytes", "much"), 2),
         (("ask", "Who?", "--store-bits", "3"), 2),
+        (("ask", "Who?", "--dir", ".", "--method", "unknown"), 2),
+        (("ask", "Who?", "--dir", ".", "--eviction", "unknown"), 2),
+        (("ask", "Who?", "--dir", ".", "--eviction-budget", "0.5"), 2),
         (("doctor", "--dtype", "float8"), 2),
         (("doctor", "--model", "./nowhere"), 2),
         (("quickstart", "--model", "./nowhere"), 2),
@@ -146,6 +157,24 @@ def test_the_help_of_ask_shows_everyday_flags_first() -> None:
     assert all(f" {name} " in everyday for name in ("--model", "--top-k", "--method", "--timeout"))
     assert all(f" {name} " in further for name in ("--dtype", "--hot-bytes", "--draft"))
     assert len(everyday.splitlines()) <= 30, "a screen of 24 lines, with the header"
+
+
+@pytest.mark.parametrize(
+    ("option", "mistake"),
+    [
+        ("budget_ratio", lambda: with_budget(EVICTIONS["h2o"], 2.0)),
+        ("json_schema", lambda: check_json_schema([])),
+        ("max_batch", lambda: Limits(max_batch=0)),
+        ("quota", lambda: quotas_of(1)),
+        ("scheduler", lambda: Scheduler.of(tiny_model(), 1)),
+        ("stop_ids", lambda: tiny_model().end_ids("ab")),
+    ],
+)
+def test_an_error_says_which_option_is_wrong(option: str, mistake: Callable[[], object]) -> None:
+    """Commands write it as their flag, the server as the field of the body."""
+    with pytest.raises(InvalidOption) as raised:
+        mistake()
+    assert raised.value.option == option
 
 
 def test_an_error_names_flags_and_not_arguments(town: Path, tiny: str) -> None:

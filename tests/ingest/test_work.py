@@ -13,7 +13,6 @@ import pytest
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chunks import caching as chunks_module
 from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
 from samkv_integrations.ingest.cluster import (
@@ -23,7 +22,8 @@ from samkv_integrations.ingest.cluster import (
     add_on_ray,
     cache_on_ray,
 )
-from samkv_integrations.runtimes.transformers.passes.prefill import prefill
+from samkv_integrations.runtimes.base import Made
+from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import ChunkCache
 from tests.support.documents import texts_of_many_lengths
 from tests.support.models import tiny_model
@@ -56,16 +56,16 @@ def test_a_batch_is_computed_as_a_whole_whatever_is_there(
     source: ModelSource, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or what a killed worker left would be computed in another pass, and have other bytes."""
-    passes: list[int] = []
+    passes, prefill = list[int](), Model.prefill
 
-    def noted(model: Any, batch: Sequence[Any], *rest: Any) -> list[ChunkCache]:
+    def noted(model: Any, batch: Sequence[Any], *rest: Any) -> Made:
         passes.append(len(batch))
         return prefill(model, batch, *rest)
 
     worker = CacheWorker(source, engine.key_of(PROBE), 1)
     texts = ["one of two that are as long", "two of two that are as long"]
     engine.cache_chunks(texts[:1])
-    monkeypatch.setattr(chunks_module, "prefill", noted)
+    monkeypatch.setattr(Model, "prefill", noted)
     assert failed(worker, texts) == {}
     assert passes == [2] and all(map(engine.is_cached, texts))
 
@@ -79,13 +79,15 @@ def test_texts_travel_whatever_they_hold(source: ModelSource, engine: Engine) ->
 def test_a_chunk_that_fails_fails_alone(
     source: ModelSource, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(model: Any, chunks: Sequence[Any], *rest: Any) -> list[ChunkCache]:
+    prefill = Model.prefill
+
+    def failing(model: Any, chunks: Sequence[Any], *rest: Any) -> Made:
         if any(chunk.text == TEXTS[1] for chunk in chunks):
             raise RuntimeError("out of\nmemory")
         return prefill(model, chunks, *rest)
 
     worker = CacheWorker(source, engine.key_of(PROBE), 1)
-    monkeypatch.setattr(chunks_module, "prefill", failing)
+    monkeypatch.setattr(Model, "prefill", failing)
     assert failed(worker, TEXTS[:3]) == {1: "RuntimeError: out of memory"}
     assert [engine.is_cached(text) for text in TEXTS[:3]] == [True, False, True]
 

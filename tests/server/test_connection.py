@@ -30,7 +30,7 @@ async def idle(app: App) -> None:
     """Wait until nothing runs nor waits."""
     async with asyncio.timeout(PATIENCE_S):
         while (load := app.scheduler.load).running or load.waiting:
-            await asyncio.to_thread(app.scheduler.run, lambda: None)
+            await asyncio.to_thread(app.scheduler.run, lambda _: None)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

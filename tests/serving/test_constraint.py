@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from jsonschema import validate
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, MissingExtra, Overloaded, TimedOut
-from samkv_integrations.runtimes.transformers import sampling
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving import grammar as grammars
 from samkv_integrations.serving.grammar import JsonConstraint, SchemaReader, check_json_schema
 from tests.support.covering import covering
 from tests.support.models import byte_tokenizer, hf_model, quoting_model, tiny_model
@@ -236,10 +235,10 @@ def test_a_short_schema_of_long_texts_is_given_up_soon(schema: dict[str, Any]) -
     asked = engine()
     form = JsonConstraint(asked.model, schema, asked.model.eos_ids, SchemaReader())
     with pytest.raises(InvalidOption, match="give a simpler schema"):
-        ids = torch.tensor([[1]])
+        token_ids = list[int]()
         for _ in range(100):
-            allowed = form(ids, torch.zeros(1, asked.model.config.vocab_size))
-            ids = torch.cat((ids, allowed.argmax(-1, keepdim=True)), 1)
+            allowed = form.allowed(asked.model.n_vocabulary, token_ids)
+            token_ids.append(int(allowed.argmax()))
 
 
 def test_a_text_without_choice_is_found_once() -> None:
@@ -247,13 +246,12 @@ def test_a_text_without_choice_is_found_once() -> None:
     value = ["The ferry takes twelve minutes."] * 10
     model = engine().model
     form = JsonConstraint(model, {"const": value}, model.eos_ids, SchemaReader())
-    ids = torch.tensor([[1]])
+    token_ids = list[int]()
     for _ in range(100):
-        scores = form(ids, torch.zeros(1, model.config.vocab_size))
-        (allowed,) = scores.isfinite()[0].nonzero()[:, 0].tolist()
+        (allowed,) = form.allowed(model.n_vocabulary, token_ids).nonzero()[0].tolist()
         bias = form._matcher.compute_logit_bias()  # noqa: SLF001
         assert [token for token, byte in enumerate(bias) if byte] == [allowed]
-        ids = torch.cat((ids, torch.tensor([[allowed]])), 1)
+        token_ids.append(allowed)
     answer = engine().generate(PROMPT, json_schema={"const": value}, max_new_tokens=500)
     assert json.loads(answer.text) == value
 
@@ -271,7 +269,7 @@ def test_an_owner_has_half_of_the_places(monkeypatch: pytest.MonkeyPatch) -> Non
         begun.release()
         return grammar == "quick" or held.wait(60)
 
-    monkeypatch.setattr(sampling, "_is_read", hold)
+    monkeypatch.setattr(grammars, "_is_read", hold)
     reader, until = SchemaReader(), time.perf_counter() + 60
     with ThreadPoolExecutor(6) as threads:
         waiting = [threads.submit(reader.check, f"slow {n}", "many", until) for n in range(6)]
@@ -285,7 +283,7 @@ def test_an_owner_has_half_of_the_places(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_namespace_does_not_learn_what_another_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[str]()
-    monkeypatch.setattr(sampling, "_is_read", lambda grammar, ends: not read.append(grammar))
+    monkeypatch.setattr(grammars, "_is_read", lambda grammar, ends: not read.append(grammar))
     one, other = Engine(quoting_model()), Engine(quoting_model())  # a server has one for each
     for asked in (one, one, other, other):
         asked.generate(PROMPT, json_schema=SCHEMAS["either"], max_new_tokens=2)

@@ -13,7 +13,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.base import MOST_ROWS, RowCosts
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.serving import answers
 from samkv_integrations.serving.draft import PromptLookup
 from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
@@ -54,7 +54,7 @@ class Oracle(PromptLookup):
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second answer to a prompt is drafted from the first."""
-    monkeypatch.setattr(scheduler_module, "PromptLookup", Oracle)
+    monkeypatch.setattr(answers, "PromptLookup", Oracle)
     monkeypatch.setattr(Oracle, "known", {})
 
 
@@ -109,7 +109,7 @@ def test_stop_strings_and_lengths_end_an_answer_within_a_draft(engine: Engine) -
 
 
 def test_a_repeating_answer_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RowCosts, "of", lambda model: RowCosts(CHEAP, 0.0))
+    monkeypatch.setattr(Model, "row_costs", lambda model: RowCosts(CHEAP, 0.0))
     engine = Engine.from_pretrained("builtin", dtype="bfloat16")
     prompt = "Documents:\n\n[Dunlux"  # which the built-in model goes on with for long
     drafted = engine.generate(prompt, max_new_tokens=100)

@@ -17,7 +17,9 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving import answers
 from samkv_integrations.serving import scheduler as module
+from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.serving.turns import Limits
 from tests.serving.test_scheduler import as_owner
@@ -49,16 +51,16 @@ class Passes:
         self.on_step: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "LEAST_PART_S", 0.0)
         monkeypatch.setattr(module, "PASS_SHARE", 0)
-        decode, first_token, layer = module.decode, module.first_token, Model.layer
+        decode, first_token, layer = Model.decode, answers.first_token, Model.layer
 
         def counted_step(*given: Any) -> Any:
             self.events.append("step")
             self.on_step()
             return decode(*given)
 
-        def counted_first(request: Any) -> Any:
+        def counted_first(*given: Any) -> Any:
             self.events.append("first")
-            return first_token(request)
+            return first_token(*given)
 
         def counted_layer(
             model: Model, index: int, hidden: torch.Tensor, *given: Any
@@ -68,8 +70,8 @@ class Passes:
                 self.on_layer(index)
             return layer(model, index, hidden, *given)
 
-        monkeypatch.setattr(module, "decode", counted_step)
-        monkeypatch.setattr(module, "first_token", counted_first)
+        monkeypatch.setattr(Model, "decode", counted_step)
+        monkeypatch.setattr(answers, "first_token", counted_first)
         monkeypatch.setattr(module, "MOST_ROWS", 1)  # a step is a token
         monkeypatch.setattr(Model, "layer", counted_layer)
         encode = EntryFormat.encode_chunks
@@ -91,7 +93,7 @@ def held(engine: Engine) -> Iterator[None]:
     """A block in which the model's thread begins nothing."""
     is_held, go_on = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold(pause: Callable[[], None]) -> None:
         is_held.set()
         go_on.wait(PATIENCE_S)
 
@@ -139,10 +141,10 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
             passes.events.clear()
             cached = threads.submit(engine.cache_chunks, OTHER_TEXTS)
             thread = engine.scheduler._running_thread()  # noqa: SLF001
-            wait_until(lambda: thread.mail.qsize() == 2, "both wait")
+            wait_until(lambda: thread.arriving.qsize() == 2, "both wait")
 
             def is_asked_for() -> bool:  # the pass over chunks, behind a look at the prefix
-                waits = not thread.mail.empty() or len(thread._queue) > 0  # noqa: SLF001
+                waits = not thread.arriving.empty() or len(thread._waiting) > 0  # noqa: SLF001
                 return waits or passes.events.count(0) > 1
 
             passes.on_step = lambda: wait_until(is_asked_for, "chunks are to be computed")
@@ -169,7 +171,11 @@ def test_steps_go_on_while_chunks_are_cached(passes: Passes) -> None:
 def test_an_owner_of_less_time_does_not_wait_for_a_longer_pass_of_another(
     owner: str, outer: str, prompt: str, is_inside: bool, passes: Passes
 ) -> None:
-    engine = Engine(tiny_model("llama"), block_size=8, method="reuse", prefix_bytes=0)
+    model = tiny_model("llama")
+    engine = Engine(
+        model, block_size=8, method="reuse", prefix_bytes=0,
+        scheduler=Scheduler(model, turns=FairTurns),
+    )  # fmt: skip
     engine.cache_chunks(TEXTS)
     alone = [engine.generate(each, max_new_tokens=4).text for each in (outer, prompt)]
     passes.events.clear()
@@ -195,7 +201,9 @@ def test_both_passes_count_for_the_limit_of_memory(passes: Passes) -> None:
     model = tiny_model("llama")
     n_tokens = len(model.tokenize(LONG, special=True)) + 8
     limits = Limits(max_kv_bytes=n_tokens * model.token_kv_bytes)
-    engine = Engine(model, block_size=8, method="reuse", scheduler=Scheduler(model, limits))
+    engine = Engine(
+        model, block_size=8, method="reuse", scheduler=Scheduler(model, limits, turns=FairTurns)
+    )
     engine.cache_chunks(TEXTS)
     passes.events.clear()
 
@@ -216,13 +224,13 @@ def test_choosing_a_token_is_a_part_of_the_step(
     passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or an answer that is held to a schema would interrupt every layer of a pass."""
-    advance = module.RunningAnswer.advance
+    advance = answers.RunningAnswer.advance
 
     def slow(*given: Any) -> None:
         time.sleep(0.05)
         advance(*given)
 
-    monkeypatch.setattr(module.RunningAnswer, "advance", slow)
+    monkeypatch.setattr(answers.RunningAnswer, "advance", slow)
     monkeypatch.setattr(module, "PASS_SHARE", 10**6)
     engine = Engine(tiny_model("llama"), block_size=8, method="reuse")
     engine.cache_chunks(TEXTS)

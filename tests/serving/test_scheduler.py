@@ -24,10 +24,10 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.options import AnswerSettings
 from samkv_integrations.plan.request import Request
-from samkv_integrations.runtimes.base import Sampler
-from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.runtimes.base import Observer, TokenSequence
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.serving import scheduler as scheduler_module
+from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
+from samkv_integrations.serving import answers
 from samkv_integrations.serving.fairness import FairTurns
 from samkv_integrations.serving.first_token import FirstToken, first_token
 from samkv_integrations.serving.grammar import JsonConstraint
@@ -114,20 +114,24 @@ def test_a_step_of_many_has_the_logits_of_each(dtype: torch.dtype, tolerance: fl
     engine = engine_of(tiny_model("llama", dtype))
     settings = AnswerSettings.of(method="samkv-guided", eviction="quest", on_miss="text")
 
-    def begin() -> list[Decoder]:
+    decode = engine.model.decode
+
+    def begin() -> list[TokenSequence]:
         found = []
         for prompt in PROMPTS:
             with engine.resolve(prompt) as resolved:
-                first = first_token(engine.request(resolved, settings, 8))
-            found.append(Decoder(engine.model, first.cache, first.layout.n_tokens))
+                request = engine.request(resolved, settings, capacity=8)
+                found.append(first_token(request, Observer()).sequence)
         return found
 
     with torch.inference_mode():
         alone, together = begin(), begin()
         for token in (70, 90, 110):
             tokens = [token + place for place in range(8)]
-            expected = torch.stack([one.step(t) for one, t in zip(alone, tokens, strict=True)])
-            found = torch.cat(decode(together, [[token] for token in tokens]))
+            expected = torch.cat(
+                [decode([one], [[t]])[0] for one, t in zip(alone, tokens, strict=True)]
+            )
+            found = torch.cat(list(decode(together, [[token] for token in tokens])))
             torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
             assert not torch.equal(found[0], found[1])
 
@@ -245,14 +249,14 @@ def test_who_asks_for_little_does_not_wait_behind_all_that_another_asks_for(
 ) -> None:
     begun: list[int] = []  # most tokens of the answers, which tell them apart
 
-    def recorded(request: Request) -> FirstToken:
-        begun.append(request.capacity)
-        return first_token(request)
+    def recorded(request: Request, observer: Observer) -> FirstToken:
+        begun.append(request.how.capacity)
+        return first_token(request, observer)
 
-    monkeypatch.setattr(scheduler_module, "first_token", recorded)
+    monkeypatch.setattr(answers, "first_token", recorded)
     has_begun, is_over = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold(pause: Callable[[], None]) -> None:
         has_begun.set()
         is_over.wait(PATIENCE_S)
 
@@ -302,21 +306,20 @@ def test_masks_are_charged_to_the_owner_of_the_answer(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged = Counter[str]()
-    thread_class = scheduler_module._Thread  # noqa: SLF001
-    charge = thread_class._charge  # noqa: SLF001
+    charge = FairTurns.charge
 
-    def counted(thread: Any, owner: str, seconds: float) -> None:
+    def counted(turns: FairTurns, owner: str, seconds: float) -> None:
         charged[owner] += seconds
-        charge(thread, owner, seconds)
+        charge(turns, owner, seconds)
 
-    monkeypatch.setattr(thread_class, "_charge", counted)
-    mask = JsonConstraint.__call__
+    monkeypatch.setattr(FairTurns, "charge", counted)
+    mask = JsonConstraint.allowed
 
     def slow(*given: Any) -> Any:
         time.sleep(0.05)
         return mask(*given)
 
-    monkeypatch.setattr(JsonConstraint, "__call__", slow)
+    monkeypatch.setattr(JsonConstraint, "allowed", slow)
     with ThreadPoolExecutor(1) as threads:
         asked = as_owner(
             "masks", threads, engine.generate, PROMPTS[0], json_schema={"const": "a long word"}
@@ -508,17 +511,17 @@ def test_a_dropped_stream_frees_its_cache(talking: Engine, steps: Steps) -> None
 
 def test_a_failure_of_one_is_of_no_other(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(PROMPTS[1], max_new_tokens=8).text
-    sample = Sampler.next_if_sure
+    sample = TransformersSampler.next_if_sure
 
-    def fails(self: Sampler, logits: torch.Tensor, tolerance: float) -> int | None:
+    def fails(self: TransformersSampler, logits: torch.Tensor, tolerance: float) -> int | None:
         if self in broken:
             raise RuntimeError("no token")
         if not broken:
             broken.append(self)
         return sample(self, logits, tolerance)
 
-    broken: list[Sampler] = []
-    monkeypatch.setattr(Sampler, "next_if_sure", fails)
+    broken: list[TransformersSampler] = []
+    monkeypatch.setattr(TransformersSampler, "next_if_sure", fails)
     streams = [engine.stream(prompt, max_new_tokens=8) for prompt in PROMPTS[:2]]
     with pytest.raises(RuntimeError, match="no token"):
         list(streams[0])

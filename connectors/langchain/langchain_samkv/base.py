@@ -14,6 +14,7 @@ from langchain_core.runnables import RunnableSerializable
 from langchain_core.runnables.utils import AnyConfigurableField
 from pydantic import ConfigDict, Field, SecretStr
 
+from samkv_integrations import AnswerStream, Eviction, Method
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
 from samkv_integrations.frameworks.local_llm import (
@@ -26,9 +27,6 @@ from samkv_integrations.frameworks.local_llm import (
     known_options,
 )
 from samkv_integrations.methods import get_method
-
-if TYPE_CHECKING:
-    from samkv_integrations import AnswerStream, Eviction, Method
 
 _NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.exceptions import OutputParserException
@@ -32,6 +32,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
 from langchain_samkv.base import LocalModel
+from samkv_integrations import AnswerStream
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.frameworks.tool_calls import (
     ShownText,
@@ -41,9 +42,6 @@ from samkv_integrations.frameworks.tool_calls import (
     turn_of,
     with_tools,
 )
-
-if TYPE_CHECKING:
-    from samkv_integrations import AnswerStream
 
 _METHODS = ("json_schema", "json_mode", "function_calling")
 _OF_A_TOOL = ("function", "parameters", "input_schema", "inputSchema", "toolSpec")

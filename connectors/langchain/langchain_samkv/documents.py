@@ -10,10 +10,11 @@ from langchain_core.documents import BaseDocumentCompressor, BaseDocumentTransfo
 from pydantic import Field
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.components import normalise, twin
+from samkv_integrations.frameworks.components import twin
 from samkv_integrations.frameworks.engine_args import WithEngine
 from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.handles import is_handle
+from samkv_integrations.store.chunk import normalise
 
 Mode = Literal["text", "metadata", "replace"]
 

@@ -15,18 +15,23 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseLanguageModel
 
-from samkv_integrations.chroma import KEY_FIELD, HashingEmbedding, check_name, chroma_errors
+from samkv_integrations import Engine
+from samkv_integrations.chroma import (
+    KEY_FIELD,
+    ChromaLink,
+    HashingEmbedding,
+    check_name,
+    chroma_errors,
+)
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.frameworks.components import normalise, twin
+from samkv_integrations.frameworks.components import twin
 from samkv_integrations.frameworks.engine_args import EngineRef, known_arguments
+from samkv_integrations.store.chunk import normalise
 
 if TYPE_CHECKING:
     from chromadb import WhereDocument
     from chromadb.api import ClientAPI
     from chromadb.api.collection_configuration import CreateCollectionConfiguration
-
-    from samkv_integrations import Engine
-    from samkv_integrations.chroma import ChromaLink
 
 DEFAULT_NAME = "langchain"
 Where = dict[str, Any]
@@ -194,8 +199,6 @@ class SamKVChroma(Chroma):
         )
 
     def _new_link(self) -> ChromaLink:
-        from samkv_integrations.chroma import ChromaLink  # with the modules of the engine
-
         return ChromaLink(self._collection, self._engine)
 
     @property

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
@@ -135,8 +135,8 @@ class Model(LayeredModel, Runtime):
         n_bytes = 0 if hot_bytes in (0, "0") else bytes_of("hot_bytes", hot_bytes)
         if most is not None and n_bytes > most:
             raise InvalidOption(
-                f"hot_bytes={hot_bytes}, and {self.device} has {most} bytes; give less, or None "
-                "for the default"
+                Given("hot_bytes", hot_bytes),
+                f", and {self.device} has {most} bytes; give less, or None for the default",
             )
         return n_bytes
 

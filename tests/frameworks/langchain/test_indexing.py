@@ -12,10 +12,10 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 
-import samkv_integrations.chunks.caching
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidChunk
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.chroma_link import assert_in_step, records
 from tests.support.langchain_store import Letters
 from tests.support.records import TEXTS, builtin
@@ -53,13 +53,13 @@ def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., In
         engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
         store = SamKVChroma("town", Letters(), str(tmp_path / "chroma"), engine=engine)
         made = Indexer(store, cleanup, is_async)
-        prefill = samkv_integrations.chunks.caching.prefill
+        prefill = Model.prefill
 
         def counted(model: Any, batch: Any, *rest: Any) -> Any:
             made.read += len(batch)
             return prefill(model, batch, *rest)
 
-        monkeypatch.setattr(samkv_integrations.chunks.caching, "prefill", counted)
+        monkeypatch.setattr(Model, "prefill", counted)
         return made
 
     return make
@@ -134,7 +134,7 @@ def test_what_was_deleted_is_found_by_nothing_but_the_same_text(
     indexer: Callable[..., Indexer], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if end == "time":
-        monkeypatch.setattr("samkv_integrations.chunks.caching.RELEASED_S", 0.0)
+        monkeypatch.setattr("samkv_integrations.chunks.recent.RELEASED_S", 0.0)
     run = indexer(None)
     ids = run.store.add_texts([A, B])
     engine = run.store.kv_link.engine

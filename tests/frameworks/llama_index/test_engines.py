@@ -15,12 +15,12 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
-import samkv_integrations.chunks.caching
 from llama_index.llms.samkv import SamKVCacheTransform
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption
+from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.handles import HANDLE, spelled_out
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus
 from tests.support.records import RECORDS, TEXTS, builtin
@@ -148,7 +148,7 @@ class TestCacheTransform:
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(samkv_integrations.chunks.caching, "prefill", not_called)
+        monkeypatch.setattr(Model, "prefill", not_called)
         nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 5000)]
         with pytest.raises(InvalidChunk, match="split it"):
             SamKVCacheTransform(engine=corpus.engine)(nodes)

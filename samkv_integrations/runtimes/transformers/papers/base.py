@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from samkv_integrations.errors import InvalidOption
+from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.methods.base import Recompute, Select, check_ratio
 from samkv_integrations.prompt.layout import Layout, Mask
 from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
@@ -164,7 +164,7 @@ class RecomputeFrom(LayerRecompute):
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
         if self.layer < 0:
-            raise InvalidOption(f"layer={self.layer}; it must be 0 or more")
+            raise InvalidOption(Given("layer", self.layer), "; it must be 0 or more")
 
     @property
     def check_layer(self) -> int | None:

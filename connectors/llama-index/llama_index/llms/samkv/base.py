@@ -38,8 +38,8 @@ from llama_index.llms.samkv.conversion import (
     to_wrapper,
     with_system_prompt,
 )
+from samkv_integrations import AnswerStream
 from samkv_integrations.errors import AnswerCut, Given, InvalidOption, PromptTooLong
-from samkv_integrations.frameworks.components import check_text
 from samkv_integrations.frameworks.engine_args import MADE_BY, ModelSource
 from samkv_integrations.frameworks.local_llm import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -56,12 +56,11 @@ from samkv_integrations.frameworks.tool_calls import (
     takes_tools,
     with_tools,
 )
+from samkv_integrations.prompt.rag_template import check_text
+from samkv_integrations.prompt.reader import Prompt
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
-
-    from samkv_integrations import AnswerStream
-    from samkv_integrations.prompt.reader import Prompt
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _NEEDS_ENGINE = "needs_engine"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -16,6 +16,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.prompts import PromptTemplate
 
+from samkv_integrations import Report
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.frameworks.tool_calls import (
@@ -25,11 +26,8 @@ from samkv_integrations.frameworks.tool_calls import (
     merged,
     turn_of,
 )
-
-if TYPE_CHECKING:
-    from samkv_integrations import Report
-    from samkv_integrations.prompt.quoting import RenderedPrompt
-    from samkv_integrations.runtimes.base import Runtime
+from samkv_integrations.prompt.quoting import RenderedPrompt
+from samkv_integrations.runtimes.base import Runtime
 
 
 def with_system_prompt(

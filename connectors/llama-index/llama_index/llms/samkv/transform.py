@@ -9,8 +9,9 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, ImageNode, MetadataMode, TransformComponent
 from pydantic import computed_field
 
-from samkv_integrations.frameworks.components import normalise, twin
+from samkv_integrations.frameworks.components import twin
 from samkv_integrations.frameworks.engine_args import WithEngine
+from samkv_integrations.store.chunk import normalise
 
 
 class SamKVCacheTransform(WithEngine, TransformComponent):

@@ -19,9 +19,10 @@ from llama_index.core.schema import (
 
 from llama_index.llms.samkv.transform import body_of
 from samkv_integrations.chroma import KEY_FIELD
-from samkv_integrations.frameworks.components import normalise, twin
+from samkv_integrations.frameworks.components import twin
 from samkv_integrations.frameworks.engine_args import EngineRef, WithEngine
 from samkv_integrations.option import OnMiss
+from samkv_integrations.store.chunk import normalise
 
 Mode = Literal["text", "handle"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chromadb.api.models.Collection import Collection
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
@@ -19,19 +19,18 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from llama_index.vector_stores.chroma.base import _to_chroma_filter
 
+from samkv_integrations import Engine
 from samkv_integrations.chroma import (
     KEY_FIELD,
+    ChromaLink,
     chroma_errors,
     connect_collection,
     open_collection,
 )
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.frameworks.components import normalise, twin
+from samkv_integrations.frameworks.components import twin
 from samkv_integrations.frameworks.engine_args import EngineRef, known_arguments
-
-if TYPE_CHECKING:
-    from samkv_integrations import Engine
-    from samkv_integrations.chroma import ChromaLink
+from samkv_integrations.store.chunk import normalise
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):
@@ -105,8 +104,6 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         cache_existing: bool = False,
         show_progress: bool = False,
     ) -> None:
-        from samkv_integrations.chroma import ChromaLink  # with the modules of the engine
-
         held = EngineRef.of(llm, engine)
         link = ChromaLink(chroma_collection, held.engine)
         link.adopt(cache_existing=cache_existing)
