@@ -16,7 +16,6 @@ from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction, get_eviction
 from samkv_integrations.option import (
-    DEFAULT_STORE_BITS,
     OnMiss,
     Weights,
     bytes_of,
@@ -90,7 +89,7 @@ class Engine:
         self.store: IndexedStore = MemoryStore() if store is None else store
         method, bits = given["method"], given["store_bits"]
         self.method: Method = get_method(DEFAULT_METHOD if method is None else method)
-        self.store_bits: int = DEFAULT_STORE_BITS if bits is None else bits
+        self.store_bits: int = model.default_store_bits if bits is None else bits
         self.eviction: str | Eviction | None = given["eviction"]
         self.prefix = prefix_ids(model, given["prefix"], given["prefix_text"])
         self.prefix_bytes, self.hot_bytes = given["prefix_bytes"], given["hot_bytes"]
@@ -207,7 +206,7 @@ class Engine:
         began, chunks = time.perf_counter(), self.chunks
         since = chunks.deletions()
         found = chunks.refer(texts, must_fit=on_miss != "text")
-        if on_miss == "compute":
+        if on_miss == "compute" and self.model.refuses_chunks is None:
             with chunks.outage.survived():
                 found = chunks.look_up(chunks.agree(found), "opens")
                 chunks.compute([ref for ref in found if ref.state == "missed"], since=since)

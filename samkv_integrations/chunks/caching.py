@@ -18,7 +18,13 @@ from typing import Literal, Protocol, TypeVar
 from tqdm.auto import tqdm
 
 from samkv_integrations.chunks.recent import RecentKeys, ReleasedCaches
-from samkv_integrations.errors import CacheMiss, FingerprintMismatch, InvalidChunk, StoreError
+from samkv_integrations.errors import (
+    CacheMiss,
+    FingerprintMismatch,
+    InvalidChunk,
+    StoreError,
+    UnsupportedModel,
+)
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.base import Made, Runtime
@@ -219,6 +225,8 @@ class Chunks:
         """
         if not chunks:
             return chunks
+        if (why := self.model.refuses_chunks) is not None:
+            raise UnsupportedModel(why)
         lengths = sorted(len(ref.token_ids) for ref in chunks)
         with self._lock:
             guess = self.fingerprint

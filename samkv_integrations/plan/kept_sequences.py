@@ -41,6 +41,7 @@ class KeptSequence(Generic[Entries]):
         asked. Entries there depend on that question.
     entries: as the engine holds them; n_bytes: their size.
     turns: of each prompt, where its own tokens begin: behind the answer before.
+    most_within: see `FirstEntries.most_within`; any beginning can be taken by default.
     """
 
     made_by: str
@@ -53,6 +54,7 @@ class KeptSequence(Generic[Entries]):
     entries: Entries
     n_bytes: int
     turns: tuple[int, ...] = ()
+    most_within: Callable[[int], int] = int
 
     def covers(self, other: KeptSequence[Entries]) -> bool:
         """Whether it serves every prompt that ``other`` serves, but for its last few tokens."""
@@ -171,6 +173,8 @@ class KeptSequences(Generic[Entries]):
                     continue
                 n_tokens, is_follow_up = usable(each, wanted)
                 n_tokens = min(n_tokens, len(wanted.token_ids) - 1)  # the last gives the logits
+                n_tokens = each.most_within(n_tokens)
+                is_follow_up = is_follow_up and each.n_prompts_in(n_tokens) > 0
                 # what others have asked takes no conversation's place, however much it shares
                 is_own = is_follow_up and each.way == wanted.way
                 rank = (is_own, is_follow_up, n_tokens) if prefers_own else (False, False, n_tokens)

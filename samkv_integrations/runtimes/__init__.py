@@ -11,7 +11,7 @@ from samkv_integrations.runtimes.base import RuntimeKind
 RUNTIMES: Mapping[str, RuntimeKind] = Table[RuntimeKind](
     "runtime",
     RuntimeKind,
-    {"transformers": "samkv_integrations.runtimes.transformers.loading:TRANSFORMERS"},
+    {"transformers": "samkv_integrations.runtimes.transformers.kind:TRANSFORMERS"},
     group="samkv.runtimes",
 )
 """Name -> runtime. Listing the names imports none of them.
@@ -32,6 +32,4 @@ def get_runtime(name: str = "transformers") -> RuntimeKind:
     """
     if name not in RUNTIMES:
         raise UnknownOption.among("runtime", name, RUNTIMES)
-    if name == "transformers":
-        require_runtime()
     return RUNTIMES[name]

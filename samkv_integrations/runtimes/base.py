@@ -21,6 +21,7 @@ from samkv_integrations.errors import CacheMiss, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
+from samkv_integrations.option import DEFAULT_STORE_BITS
 from samkv_integrations.options import Sampling
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.prompt.text import ModelText
@@ -49,11 +50,18 @@ class ChunkLost(Exception):
 
 
 class FirstEntries(Protocol):
-    """KV entries of a sequence's first tokens, as kept sequences hold them."""
+    """KV entries of a sequence's first tokens, as kept sequences hold them.
+
+    They are freed with the last reference, which may be dropped in any thread.
+    """
 
     @property
     def n_bytes(self) -> int:
         """Bytes of memory that they take."""
+        ...
+
+    def most_within(self, n_tokens: int) -> int:
+        """The longest beginning, of at most ``n_tokens``, that a prompt can go on from."""
         ...
 
 
@@ -151,6 +159,9 @@ class TokenSequence(Protocol):
 
     def put_back(self) -> None:
         """After the last step: restore the entries that this answer alone had computed again."""
+
+    def close(self) -> None:
+        """Free its entries, but for what its `entries` still hold; closing again does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +295,17 @@ class Runtime(ModelText):
 
     # -- chunks -------------------------------------------------------------------------------
 
+    default_store_bits: int = DEFAULT_STORE_BITS
+    """Bits of a stored number where nobody says so."""
+
+    @property
+    def refuses_chunks(self) -> str | None:
+        """Why no chunk can be cached with this model, and what works instead; None if chunks can.
+
+        `check` refuses methods that use caches then.
+        """
+        return None
+
     def batches(self, chunks: Sequence[ChunkRef]) -> list[list[ChunkRef]]:
         """Group chunks for one call of `prefill` each."""
         return [[chunk] for chunk in chunks]
@@ -376,6 +398,11 @@ class Runtime(ModelText):
         """Memory that is available where the model is."""
         return 2**31
 
+    @property
+    def kv_room(self) -> int | None:
+        """Bytes of KV entries that running answers may need together; None where memory grows."""
+        return None
+
     def stacked(self, logits: Sequence[Logits]) -> Any:  # noqa: ANN401
         """(n, vocabulary) float32 on the CPU, as an array of the runtime's kind."""
         return np.stack(logits)
@@ -409,10 +436,12 @@ class Runtime(ModelText):
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeKind:
-    """A runtime by its name.
+    """A runtime by its name, in a module that imports nothing heavy.
 
+    extra: of this package, that brings it; empty for a runtime of another distribution.
     load: makes a `Runtime` of a model's name and of options, those of the runtime.
     """
 
     name: str
+    extra: str = ""
     load: Callable[..., Runtime]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from samkv_integrations.options import Sampling
@@ -40,6 +41,7 @@ def force(request: Request, follow: Sequence[int]) -> tuple[Any, Report]:
     if first.kept is not None and follow:
         request.drop(first.kept)  # its tensors grow
     found = [first.logits]
-    for token in follow:
-        found += request.model.decode([first.sequence], [[token]])[0]
+    with closing(first.sequence):
+        for token in follow:
+            found += request.model.decode([first.sequence], [[token]])[0]
     return request.model.stacked(found), first.report

@@ -156,15 +156,15 @@ class RunningAnswer:
         prompt_ids = request.resolved.token_ids
         with closing(request.resolved):
             first = first_token(request, _PassObserver(self, pause))
+            self.sequence, self._kept, self._report = first.sequence, first.kept, first.report
             self._sampler = request.model.sampler(
                 prompt_ids, request.how.settings.sampling, request.how.mask
             )
             token = self._sampler.next(first.logits)
         self._report = replace(
-            first.report, wait_s=began - request.times.read, announce_s=request.times.announce_s,
+            self._report, wait_s=began - request.times.read, announce_s=request.times.announce_s,
             ttft_s=time.perf_counter() - request.times.began,
         )  # fmt: skip
-        self.sequence, self._kept = first.sequence, first.kept
         if request.how.settings.draft and first.sequence.can_rewind:
             self._lookup = PromptLookup(prompt_ids)
         self._put("")
@@ -266,6 +266,8 @@ class RunningAnswer:
         self._keep()
         if self.sequence is None:
             self.request.resolved.close()
+        else:
+            self.sequence.close()
         self.sequence = None
 
     def _put(self, text: str, finish_reason: FinishReason | None = None) -> None:

@@ -77,8 +77,12 @@ def _first_token(request: Request, observer: Observer) -> FirstToken:
             resolved.add_computed(made)
         plan = make_plan(request, request.look_up(), may_compute=False)
     begun = request.model.begin(plan.work, observer)
-    kept = _keep(request, plan, begun)
-    report = replace(describe(request, plan, begun), stays=kept is not None)
+    try:
+        kept = _keep(request, plan, begun)
+        report = replace(describe(request, plan, begun), stays=kept is not None)
+    except BaseException:
+        begun.sequence.close()
+        raise
     return FirstToken(
         logits=begun.logits, sequence=begun.sequence, report=report, layout=plan.work.layout,
         kept=kept,
@@ -100,6 +104,7 @@ def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntri
             token_ids=request.token_ids[:n_copied], n_exact=n_copied,
             from_cache=np.zeros(n_copied, np.bool_), prompts=(), turns=(),
             entries=begun.copied, n_bytes=begun.copied.n_bytes,
+            most_within=begun.copied.most_within,
         )  # fmt: skip
         request.keep(beginning)
     if (entries := begun.sequence.entries) is None:
@@ -107,7 +112,7 @@ def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntri
     whole = kept(
         token_ids=request.token_ids, n_exact=remains.n_exact,
         from_cache=_from_cache(plan, begun), prompts=remains.prompts, turns=remains.turns,
-        entries=entries, n_bytes=entries.n_bytes,
+        entries=entries, n_bytes=entries.n_bytes, most_within=entries.most_within,
     )  # fmt: skip
     return whole if len(work.held.again) or request.keep(whole) else None
 

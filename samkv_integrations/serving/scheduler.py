@@ -59,7 +59,7 @@ class Scheduler:
         turns: Callable[[Limits], Turns] = Turns,
     ) -> None:  # fmt: skip
         self.model = model
-        self.limits = limits or Limits()
+        self.limits = (limits or Limits()).within(model.kv_room)
         self._turns = turns
         self._starting = threading.Lock()
         self._thread: _ModelThread | None = None
@@ -302,24 +302,26 @@ class _ModelThread:
         if len(self.running) > len(batch):  # the others come first the next time
             self.running = [each for each in self.running if each not in batch] + batch
         began = time.perf_counter()
-        is_done = self._decode(batch)
+        error = self._decode(batch)
         self._step_ended = time.perf_counter()
         self._step_s = self._step_ended - began
-        if is_done:
+        if error is None:
             return True
         for answer in batch:
             answer.request.free_memory()
         for answer in batch:
             assert answer.sequence is not None
             # what a rule evicts during a step cannot be taken back
-            if not (answer.sequence.can_rewind and self._decode([answer])):
-                answer.fail(OutOfMemory.on(self._model.device_name))
+            if answer.sequence.can_rewind:
+                error = self._decode([answer])
+            if error is not None:
+                answer.fail(error)
                 self.running.remove(answer)
                 answer.release()  # its memory, for the others
         return True
 
-    def _decode(self, batch: list[RunningAnswer]) -> bool:
-        """A step of these answers; False, before any has changed, if the device has no memory."""
+    def _decode(self, batch: list[RunningAnswer]) -> OutOfMemory | None:
+        """A step of these answers; an error, before any has changed, if there is no memory."""
         self.pass_began = time.perf_counter()
         sequences, tokens = [], []
         try:
@@ -331,12 +333,12 @@ class _ModelThread:
                 tokens.append([answer.token, *drafted])
             began = time.perf_counter()
             logits = self._model.decode(sequences, tokens)
-        except OutOfMemory:
-            return False
+        except OutOfMemory as error:
+            return error.with_traceback(None)  # which would hold the sequences
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)
-            return True
+            return None
         finally:
             self.pass_began = None
         seconds = time.perf_counter() - began
@@ -349,4 +351,4 @@ class _ModelThread:
             # choosing a token takes long where a JSON schema rules out others
             own_s = time.perf_counter() - began
             self._turns.charge(answer.owner, seconds / len(batch) + own_s)
-        return True
+        return None

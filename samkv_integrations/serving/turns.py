@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.serving.answers import RunningAnswer
@@ -48,6 +48,11 @@ class Limits:
                 f"; it must be a whole number of at least {least}"
                 f"{', or None' if may_be_none else ''}",
             )
+
+    def within(self, kv_room: int | None) -> Limits:
+        """With at most ``kv_room`` bytes of KV entries, see `Runtime.kv_room`."""
+        given = [most for most in (self.max_kv_bytes, kv_room) if most is not None]
+        return replace(self, max_kv_bytes=min(given, default=None))
 
     def have_room(self, running: Sequence[RunningAnswer], answer: RunningAnswer) -> bool:
         """Whether the entries of one more answer fit."""

@@ -67,6 +67,12 @@ class TableSequence:
     def rewind(self, n_tokens: int) -> None:
         del self.ids[len(self.ids) - n_tokens :]
 
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def most_within(self, n_tokens: int) -> int:
+        return n_tokens
+
     def put_back(self) -> None:
         for position, before in self.again.items():
             self.ids[position] = before

@@ -29,7 +29,6 @@ from samkv_integrations.errors import (
     meant,
 )
 from samkv_integrations.option import DTYPES, Weights
-from samkv_integrations.runtimes.base import RuntimeKind
 from samkv_integrations.runtimes.memory import available_bytes
 from samkv_integrations.runtimes.transformers.model.attention import is_faster
 from samkv_integrations.runtimes.transformers.model.families import (
@@ -472,7 +471,3 @@ def _check_device_map(given: Any) -> None:  # noqa: ANN401
 def builtin_path() -> Path:
     """Folder of the reference model shipped with the package."""
     return Path(str(resources.files("samkv_integrations"))) / "assets" / "builtin"
-
-
-TRANSFORMERS = RuntimeKind(name="transformers", load=load_model)
-"""The runtime of this package."""

@@ -41,6 +41,9 @@ class Decoder:
     def put_back(self) -> None:
         self.cache.put_back()
 
+    def close(self) -> None:
+        """Nothing to do: tensors are freed with the last reference."""
+
 
 def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """One step of the model: logits (n, vocabulary) after each of the n next tokens of each answer.

@@ -48,6 +48,10 @@ class LayerwiseEntries(Protocol):
         """Bytes of memory, room included."""
         ...
 
+    def most_within(self, n_tokens: int) -> int:
+        """All of them: entries of any beginning can be taken."""
+        return n_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedEntries(LayerwiseEntries):
