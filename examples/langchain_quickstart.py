@@ -20,8 +20,8 @@ from langchain_core.runnables import RunnablePassthrough
 
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVChroma, format_docs
 
-# Yours to change: a model (a hub id or a folder), embeddings, documents, and a folder for caches and
-# records.
+# Yours to change: a model (a hub id or a folder), embeddings, documents, and a folder for caches
+# and records.
 MODEL = "builtin"
 EMBEDDINGS = OfflineEmbeddings()
 DOCUMENTS = Path(__file__).parent / "town_records"

@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def read_documents() -> list[Document]:
-    """The sample documents; the file's name is the id, so that a changed document replaces the old one."""
+    """The sample documents; a changed file replaces the old one, because its name is the id."""
     reader = SimpleDirectoryReader(DOCUMENTS, required_exts=[".txt"], filename_as_id=True)
     return list(reader.load_data())
 
