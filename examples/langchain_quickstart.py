@@ -20,8 +20,8 @@ from langchain_core.runnables import RunnablePassthrough
 
 from langchain_samkv import ChatSamKV, OfflineEmbeddings, SamKVChroma, format_docs
 
-# Yours to change: a model (a hub id or a folder), embeddings, documents, and a place to keep things
-# in.
+# Yours to change: a model (a hub id or a folder), embeddings, documents, and a folder for caches
+# and records.
 MODEL = "builtin"
 EMBEDDINGS = OfflineEmbeddings()
 DOCUMENTS = Path(__file__).parent / "town_records"
@@ -33,7 +33,7 @@ QUESTION = "Where was Ingrid Delumb born?"
 def main() -> None:
     llm = ChatSamKV(model=MODEL, kv_dir=FOLDER / "kv", max_tokens=32)
 
-    # Index: every document is read by the model once, and its KV cache kept.
+    # Index: the model computes every document once, and its KV cache is stored.
     store = SamKVChroma("town", EMBEDDINGS, persist_directory=str(FOLDER / "chroma"), llm=llm)
     manager = InMemoryRecordManager(namespace="town")
     manager.create_schema()
@@ -41,7 +41,7 @@ def main() -> None:
     keep_up_to_date(documents, manager, store)
     print(f"{len(llm.engine.store.keys())} chunks cached in {FOLDER / 'kv'}")
 
-    # Ask: an ordinary chain, with this model in it.
+    # Ask: an ordinary chain with this chat model.
     retriever = store.as_retriever(search_kwargs={"k": 4})
     prompt = ChatPromptTemplate.from_template("Documents:\n\n{context}\n\nQuestion: {question}")
     inputs = {"context": retriever | format_docs, "question": RunnablePassthrough()}
@@ -53,7 +53,7 @@ def main() -> None:
         f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} attended"
     )
 
-    # Stream: the same, piece by piece.
+    # Stream: the same answer, piece by piece.
     print(f"\n{QUESTION} ", end="")
     for piece in chain.stream(QUESTION):
         print(piece, end="", flush=True)
@@ -72,7 +72,7 @@ def main() -> None:
         print(f"\n\n{turn} {answer.text}", end="")
         history += [HumanMessage(turn), AIMessage(answer.text)]
 
-    # Change a document: its old text's cache goes, the new text is read once.
+    # Change a document: the cache of the old text is deleted, the new text is computed once.
     for document in documents:
         if document.page_content.startswith("[Ingrid Delumb]"):
             document.page_content = document.page_content.replace("Trulhaven", "Borminster")
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def read_documents() -> list[Document]:
-    """The sample documents, each with the file that it comes from."""
+    """The sample documents, each with the name of its file."""
     return [
         Document(page_content=file.read_text(encoding="utf-8"), metadata={"source": file.name})
         for file in sorted(DOCUMENTS.glob("*.txt"))
@@ -92,7 +92,7 @@ def read_documents() -> list[Document]:
 def keep_up_to_date(
     documents: list[Document], manager: InMemoryRecordManager, store: SamKVChroma
 ) -> None:
-    """LangChain's indexing API: what is new is added, what changed or went is deleted."""
+    """LangChain's indexing API: adds new texts, deletes texts that changed or are gone."""
     index(
         documents,
         manager,

@@ -23,8 +23,8 @@ from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 
-# Yours to change: a model (a hub id or a folder), an embedding, documents, and a place to keep
-# things in.
+# Yours to change: a model (a hub id or a folder), an embedding, documents, and a folder for caches
+# and records.
 MODEL = "builtin"
 EMBEDDING = OfflineEmbedding()
 DOCUMENTS = Path(__file__).parent / "town_records"
@@ -37,7 +37,7 @@ def main() -> None:
         collection_name="town", persist_dir=FOLDER / "chroma", llm=llm
     )
 
-    # Ingest: split, read every chunk once and keep its KV cache, embed, store.
+    # Ingest: split, compute every chunk once and store its KV cache, embed, store.
     pipeline = IngestionPipeline(
         transformations=[SentenceSplitter(chunk_size=512), SamKVCacheTransform(llm=llm), EMBEDDING],
         vector_store=vector_store,
@@ -47,7 +47,7 @@ def main() -> None:
     pipeline.run(documents=read_documents())
     print(f"{len(llm.engine.store.keys())} chunks cached in {FOLDER / 'kv'}")
 
-    # Ask: an ordinary query engine, with this LLM and this postprocessor.
+    # Ask: an ordinary query engine with this LLM and this postprocessor.
     index = VectorStoreIndex.from_vector_store(vector_store, embed_model=EMBEDDING)
     postprocessors = [SamKVPostprocessor(llm=llm)]
     query_engine = index.as_query_engine(
@@ -63,7 +63,7 @@ def main() -> None:
         f"  {report.found} chunks found, {report.reused} reused, {report.kept_ratio:.0%} attended"
     )
 
-    # Stream: the same, piece by piece.
+    # Stream: the same answer, piece by piece.
     print(f"\n{question} ", end="")
     streaming = index.as_query_engine(
         llm=llm, similarity_top_k=4, node_postprocessors=postprocessors, streaming=True
@@ -82,7 +82,7 @@ def main() -> None:
     for turn in ("Who does Thea Nilman work for?", "Where was Ingrid Delumb born?"):
         print(f"\n\n{turn} {chat.chat(turn)}", end="")
 
-    # Change a document: its old chunk's cache goes, the new text is read once.
+    # Change a document: the cache of the old chunk is deleted, the new text is computed once.
     changed = read_documents()
     for document in changed:
         if "Ingrid Delumb" in document.text.partition("\n")[0]:
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def read_documents() -> list[Document]:
-    """The sample documents; the file's name is their id, so that a change is seen as one."""
+    """The sample documents; a changed file replaces the old one, because its name is the id."""
     reader = SimpleDirectoryReader(DOCUMENTS, required_exts=[".txt"], filename_as_id=True)
     return list(reader.load_data())
 

@@ -11,8 +11,8 @@ town or the only year in sight. Names, words and wordings are in reference_model
     python examples/make_town_records.py --length long --every-question archive.jsonl
 
 The short ones are a few sentences each, to read along with. The long ones state as much, among
-sentences that say nothing about anybody: five make a prompt of 2,000 tokens, where it shows what
-caches save.
+sentences that say nothing about anybody: five make a prompt of 2,000 tokens, long enough to show
+how much time caches save.
 
 The same seed gives the same bytes on every machine, and no model is needed.
 """
@@ -42,7 +42,7 @@ FACTS_PER_RECORD = 4
 QUESTIONS_PER_KIND = 6
 STYLES: dict[Length, SceneStyle] = {
     "short": SceneStyle(documents=(1, 1), pronouns=0.4, idle=(4, 5)),
-    # Every sentence names its subject: the offline retrieval knows words only.
+    # Every sentence names its subject, because the offline retrieval compares words only.
     "long": replace(LONG, documents=(1, 1), pronouns=0.0, idle=(30, 40)),
 }
 
@@ -112,7 +112,7 @@ def _slug(title: str) -> str:
 
 
 def rng_of(seed: int, length: Length) -> random.Random:
-    """Of its own for each length: nobody is in both folders, with other facts."""
+    """A generator for each length, so that no name is in both folders with different facts."""
     return random.Random(seed if length == "short" else f"{seed} {length}")
 
 
@@ -130,7 +130,7 @@ def make_folder(seed: int, length: Length = "short") -> dict[str, str]:
 
 
 def every_question(seed: int, length: Length = "short") -> str:
-    """What the records of `make_folder` answer: each fact in each wording, as JSON Lines."""
+    """Every question that the records of `make_folder` answer, in each wording, as JSON Lines."""
     world, rng = World.load(), rng_of(seed, length)
     _, drawn = make_records(world, rng, list(world.facts), RECORDS_PER_KIND, length)
     rows = []

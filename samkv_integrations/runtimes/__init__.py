@@ -26,10 +26,7 @@ def require_runtime() -> None:
 
 
 def get_runtime(name: str = "transformers") -> RuntimeKind:
-    """The runtime called ``name``.
-
-    Raises UnknownOption, and MissingExtra if it is not installed.
-    """
+    """The runtime called ``name``. Raises UnknownOption; its ``load`` raises MissingExtra."""
     if name not in RUNTIMES:
         raise UnknownOption.among("runtime", name, RUNTIMES)
     return RUNTIMES[name]

@@ -106,7 +106,7 @@ def write_new(path: Path, data: bytes) -> bool:
 
 
 def read_small(path: Path) -> bytes:
-    """The bytes of a marker, a secret, a note or the settings; links are followed.
+    """The bytes of a marker, a secret or a note; links are followed.
 
     Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
     """
