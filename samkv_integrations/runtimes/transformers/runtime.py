@@ -104,13 +104,12 @@ class Model(LayeredModel, Runtime):
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
     ) -> PrefilledChunks:  # fmt: skip
-        with self.interruptible(pause):
-            before, generation = self._before, self.generation()
-            if before is None or before[0] != fingerprint.digest:
-                before = fingerprint.digest, entries_before(self, prefix)
-                if self.generation() == generation:  # else nothing of them is kept
-                    self._before = before
-            return prefill(self, chunks, fingerprint, before[1])
+        before, generation = self._before, self.generation()
+        if before is None or before[0] != fingerprint.digest:
+            before = fingerprint.digest, entries_before(self, prefix, pause)
+            if self.generation() == generation:  # else nothing of them is kept
+                self._before = before
+        return prefill(self, chunks, fingerprint, before[1], pause)
 
     def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
         return cache_shape(fingerprint, n_tokens)
@@ -154,8 +153,7 @@ class Model(LayeredModel, Runtime):
 
     def begin(self, work: PromptPass, observer: Observer) -> Begun:
         try:
-            with self.interruptible(observer.pause):
-                return run_prompt(self, work, observer)
+            return run_prompt(self, work, observer)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory.on(self.device) from error
 

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -147,7 +147,6 @@ class LayeredModel(ModelText):
         self._unpacks = any(linear.exact is not None for linear in packed)
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
         self._tokenizing = threading.Lock()
-        self._passing = threading.local()
         # N* by the keys of the chunks that have voted, of the latest vote
         self.stable_layers: dict[tuple[str, ...], tuple[int, ...]] = {}
         if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
@@ -329,70 +328,41 @@ class LayeredModel(ModelText):
         return self._is_packed
 
     @contextmanager
-    def decoding(self, n_tokens: int) -> Iterator[None]:
+    def decoding(self, n_tokens: int) -> Iterator[bool]:
         """A block in which passes over so many tokens take the products that decoding is faster by.
 
         Their results differ in the last bits, or as packed weights do; nothing of them may be
-        stored.
+        stored. No other pass may run in the block. It gets what `layer` takes as ``is_packed``.
         """
         if not self.decodes_packed:
             is_single = n_tokens == 1
             with for_single_token(self.device, self.dtype) if is_single else nullcontext():
-                yield
+                yield False
             return
         most_tokens = MOST_TOKENS_UNPACKING if self._unpacks else MOST_TOKENS
-        self._passing.is_packed = bool(self._packed_layers) and n_tokens <= most_tokens
-        try:
-            with packed_products():
-                yield
-        finally:
-            self._passing.is_packed = False
+        with packed_products():
+            yield bool(self._packed_layers) and n_tokens <= most_tokens
 
-    def short_pass(self, n_tokens: int) -> AbstractContextManager[None]:
+    def short_pass(self, n_tokens: int) -> AbstractContextManager[bool]:
         """A block in which a pass over so few tokens does not wait for weights to be unpacked.
 
         It is computed as in `decoding` then. Nothing of it may be stored, or held for others.
         """
         is_short = self._unpacks and n_tokens <= MOST_TOKENS_UNPACKING
-        return self.decoding(n_tokens) if is_short else nullcontext()
+        return self.decoding(n_tokens) if is_short else nullcontext(False)
 
-    @contextmanager
-    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """Have the layers of this thread's passes call ``check`` first.
-
-        It may raise, which ends the pass, and it may run other passes.
-        """
-        self._passing.check = check
-        try:
-            yield
-        finally:
-            del self._passing.check
-
-    @contextmanager
-    def _between_passes(self) -> Iterator[None]:
-        """A block in which other passes do not take the state of one that this thread runs."""
-        of_thread = self._passing.__dict__
-        state = dict(of_thread)
-        of_thread.clear()
-        try:
-            with packed_products(active=False):
-                yield
-        finally:
-            of_thread.clear()
-            of_thread.update(state)
-
-    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def layer(
+        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, *,
+        is_packed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
         cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
-        is returned, are on the layer's device.
+        is returned, are on the layer's device. is_packed: see `decoding`.
         """
         if hidden.device != self.layer_devices[index]:
             hidden = hidden.to(self.layer_devices[index])
-        if (check := getattr(self._passing, "check", None)) is not None:
-            with self._between_passes():
-                check()
-        if getattr(self._passing, "is_packed", False):
+        if is_packed:
             packed = self._packed_layers[index]
             return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
         if (halves := self._halves) is not None:

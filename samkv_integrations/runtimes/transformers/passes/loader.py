@@ -54,7 +54,7 @@ LAYERS_TOGETHER = 4
 """Layers of a chunk that one read takes, where threads read while layers run."""
 
 
-class Context:
+class CachedEntries:
     """The cached KV entries of one request, in their stored format, each layer's on its device.
 
     A context manager; no thread reads for it after it is left. On a CPU all reading is done before
