@@ -101,7 +101,7 @@ def test_what_a_new_question_names_is_computed_again_in_place(family: str) -> No
     followed = f"{asked} {CHUNKS[0][30:44]}?"
     found = ask(engine, followed, CHUNKS, method)
     ids, n_held = found.layout.token_ids.tolist(), found.report.prefix_tokens
-    positions = found.planned[-1].plan.layers[0].positions.tolist()
+    positions = found.planned[-1].plan.layers[0].computed.positions.tolist()
     again = [at for at in positions if at < n_held]
     assert 16 <= len(again) <= 64 and n_held == first.layout.n_tokens
     n_context = found.report.context_tokens

@@ -28,7 +28,7 @@ from samkv_integrations.runtimes.transformers import runtime
 from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat
 from samkv_integrations.runtimes.transformers.passes import loader
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
-from samkv_integrations.runtimes.transformers.passes.loader import LAYERS_TOGETHER, Context
+from samkv_integrations.runtimes.transformers.passes.loader import LAYERS_TOGETHER, CachedEntries
 from samkv_integrations.runtimes.transformers.passes.prefill import PrefilledChunks
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.scheduler import Scheduler
@@ -81,9 +81,9 @@ class Waits:
     def _counting(
         self, device: Device, function: Callable[..., Any], into: list[dict[str, int]]
     ) -> Callable[..., Any]:
-        def counting(*args: object) -> Any:
+        def counting(*args: object, **options: object) -> Any:
             before = Counter(device.waits)
-            result = function(*args)
+            result = function(*args, **options)
             into.append(dict(device.waits - before))
             return result
 
@@ -229,14 +229,14 @@ def test_layers_on_two_devices_of_families(family: str, method: str):
 
 
 def test_entries_left_on_the_host_fail(monkeypatch: pytest.MonkeyPatch):
-    stored, on_cpu = Context.stored, filled()
+    stored, on_cpu = CachedEntries.stored, filled()
 
-    def stored_on_host(context: Context, layer: int) -> tuple[Tensor, Tensor]:
-        codes, key_range = stored(context, layer)
+    def stored_on_host(cached: CachedEntries, layer: int) -> tuple[Tensor, Tensor]:
+        codes, key_range = stored(cached, layer)
         assert isinstance(codes, OnDevice)
         return codes.held, key_range
 
-    monkeypatch.setattr(Context, "stored", stored_on_host)
+    monkeypatch.setattr(CachedEntries, "stored", stored_on_host)
     with pretend_device():
         there = engine(on_cpu.store)
         with pytest.raises(RuntimeError, match="same device"):
@@ -286,15 +286,15 @@ def no_thread_to_read() -> Iterator[Callable[[], object]]:
 def test_a_layer_that_needs_no_entries_may_be_done_with_before_they_are_read(
     monkeypatch: pytest.MonkeyPatch, method: str
 ):
-    on_cpu, release = filled(n_layers=6), Context.release
+    on_cpu, release = filled(n_layers=6), CachedEntries.release
     expected = on_cpu.logits(PROMPT, CHUNKS, method=method)
     with no_thread_to_read() as go_on, pretend_device():
 
-        def released(context: Context, layer: int) -> None:
-            release(context, layer)
+        def released(cached: CachedEntries, layer: int) -> None:
+            release(cached, layer)
             go_on()
 
-        monkeypatch.setattr(Context, "release", released)
+        monkeypatch.setattr(CachedEntries, "release", released)
         found = engine(on_cpu.store, n_layers=6).logits(PROMPT, CHUNKS, method=method)
     torch.testing.assert_close(found, expected, **AS_CLOSE)
 
@@ -304,7 +304,7 @@ def test_a_request_that_ends_does_not_wait_for_what_nobody_reads_yet(
 ):
     on_cpu = filled(n_layers=6)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise InterruptedError
 
     monkeypatch.setattr(Blend, "through_layers", fail)

@@ -87,7 +87,7 @@ def test_an_answer_does_not_tell_whether_its_beginning_was_held(
     n_other = warm.report.prompt_tokens - warm.report.context_tokens
     assert cold.report.uncached_tokens == n_other
     assert warm.report.uncached_tokens == n_other - N_BEFORE - n_bos
-    positions = warm.planned[-1].plan.layers[0].positions
+    positions = warm.planned[-1].plan.layers[0].computed.positions
     assert int(positions.min()) >= N_BEFORE + n_bos, "it computes none of them"
 
 

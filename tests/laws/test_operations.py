@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.entries import quantise
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat
-from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan
+from samkv_integrations.runtimes.transformers.passes.blend import Blend
+from samkv_integrations.runtimes.transformers.passes.pass_plan import PassPlan
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.base import Store
 from samkv_integrations.store.disk import ChunkStore
@@ -101,13 +102,13 @@ def on_device(
             before.update(device.waits)
             return hidden
 
-        def counting(blend: Blend, plan: PassPlan) -> Tensor:
+        def counting(blend: Blend, plan: PassPlan, **how: Any) -> Tensor:
             masks = [mask for layer in plan.layers for mask in layer.masks.values()]
             assert all(mask.stride(0) % 8 == 0 for mask in masks), "PyTorch would copy it"
             assert len(set(map(id, masks))) <= 1, "one for all layers"
             with Operations() as counted:
                 patch.setattr(quantise, "kernel_of", lambda form: stand_in(counted, form))
-                result = through(blend, plan)
+                result = through(blend, plan, **how)
             launches.update(counted.counts)
             waits.update(device.waits - before)
             return result

@@ -42,7 +42,7 @@ class Passes:
     """What happens inside passes, which are interrupted before each layer.
 
     events: the layer of a pass, or ``step``, ``first`` or ``encode``, in their order.
-    on_layer: called in a pass of several tokens, before its layer's check. on_step: before a step.
+    on_layer: called in a pass of several tokens, before the pause behind it. on_step: before a step.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,12 +63,12 @@ class Passes:
             return first_token(*given)
 
         def counted_layer(
-            model: Model, index: int, hidden: torch.Tensor, *given: Any
+            model: Model, index: int, hidden: torch.Tensor, *given: Any, **options: Any
         ) -> torch.Tensor:
             if hidden.shape[1] > 1:
                 self.events.append(index)
                 self.on_layer(index)
-            return layer(model, index, hidden, *given)
+            return layer(model, index, hidden, *given, **options)
 
         monkeypatch.setattr(Model, "decode", counted_step)
         monkeypatch.setattr(answers, "first_token", counted_first)

@@ -20,8 +20,8 @@ from samkv_integrations.report import Report
 from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.passes import prompt as prompt_module
-from samkv_integrations.runtimes.transformers.passes.blend import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder, decode
+from samkv_integrations.runtimes.transformers.passes.pass_plan import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.first_token import FirstToken, first_token
 

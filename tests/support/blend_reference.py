@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.base import Positions
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
@@ -18,9 +19,10 @@ from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.papers.base import BlockSelect, ProbedLayer, Update
 from samkv_integrations.runtimes.transformers.papers.samkv import fuse
-from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
-from samkv_integrations.runtimes.transformers.passes.loader import Context
+from samkv_integrations.runtimes.transformers.passes.blend import Blend
+from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
 from samkv_integrations.runtimes.transformers.passes.method import Probe
+from samkv_integrations.runtimes.transformers.passes.pass_plan import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import BlockScheme, ChunkCache, Fingerprint
@@ -69,10 +71,11 @@ class Case:
     def ids(self) -> list[int]:
         return [token for piece in self.pieces for token in piece.ids]
 
-    def context(self, rotation: Rotation) -> Context:
+    def context(self, rotation: Rotation) -> CachedEntries:
         caches = {piece.chunk: piece.cache for piece in self.pieces if piece.cache is not None}
         opened = [MemoryChunk(cache, self.fingerprint) for cache in caches.values()]
-        return Context(self.layout, opened, self.fingerprint, rotation, HotChunks(MemoryStore()))
+        hot = HotChunks(MemoryStore())
+        return CachedEntries(self.layout, opened, self.fingerprint, rotation, hot)
 
 
 def fingerprint(store_bits: int) -> Fingerprint:
@@ -324,13 +327,14 @@ def blended(
     rotation = model.rotation(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
     context = case.context(model.rotation(at))
-    plan = plan_pass(model, layout, case.keep, rows, mixes=update is not None, weighs=False)
+    plan = plan_pass(model, layout, case.keep, rows, updates=update is not None, weighs=False)
     context.load(plan.blocks)
     cache, seen = DenseCache(LAYERS, capacity), _Seen()
     probe = Probe(select=seen, layout=layout, rotation=rotation, device=torch.device("cpu"))
     blend = Blend(
-        model=model, context=context, rotation=rotation, update=update,
-        weigh=None, cache=None if probes else cache, observers=(probe,) if probes else (),
+        model=model, cached=context, rotation=rotation,
+        method=replace(METHODS["reuse"], update=update), cache=None if probes else cache,
+        observers=(probe,) if probes else (),
     )  # fmt: skip
     with torch.inference_mode():
         logits = blend.run(plan)

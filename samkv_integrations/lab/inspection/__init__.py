@@ -25,7 +25,8 @@ from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import TextStream
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
-from samkv_integrations.runtimes.transformers.passes.blend import LayerPlan, ObservedLayer
+from samkv_integrations.runtimes.transformers.passes.blend import ObservedLayer
+from samkv_integrations.runtimes.transformers.passes.pass_plan import LayerPlan
 from samkv_integrations.runtimes.transformers.passes.prompt import LayerObserver
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.alone import decode_greedily
@@ -311,11 +312,11 @@ def _watched(
     states = torch.full(shape, State.UNCACHED, dtype=torch.uint8)
     at = layout.context_positions
     for layer, (plan, shares) in seen.items():
-        attention[layer, plan.at] = shares
-        context = plan.context.cpu()
+        attention[layer, plan.entry_positions] = shares
+        context, changed = plan.staying.context.tokens.cpu(), plan.staying.context.changed.cpu()
         states[layer, at] = State.DROPPED
         states[layer, at[context]] = State.KEPT
-        states[layer, at[context[plan.changed.cpu()]]] = State.RECOMPUTED
+        states[layer, at[context[changed]]] = State.RECOMPUTED
         states[layer, at[layout.uncached[at]]] = State.RECOMPUTED  # the prompt's last token
     return text, report, states, attention
 

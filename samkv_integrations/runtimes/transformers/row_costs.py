@@ -33,9 +33,9 @@ def row_costs(model: LayeredModel) -> RowCosts:
         rows = slice(first, end)
         cos, sin = (side[rows] for side in rotation.of(0))
         embedded = model.embed(tokens[None, rows])
-        with model.decoding(end - first):
+        with model.decoding(end - first) as is_packed:
             began = time.perf_counter()
-            hidden = model.layer(0, embedded, cos, sin, attend)
+            hidden = model.layer(0, embedded, cos, sin, attend, is_packed=is_packed)
             after = time.perf_counter()
             logits = model.logits(hidden[0])
             ended = time.perf_counter()

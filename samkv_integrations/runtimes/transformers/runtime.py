@@ -106,13 +106,13 @@ class Model(LayeredModel, Runtime):
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
     ) -> PrefilledChunks:  # fmt: skip
-        with told_of_memory(self.device), self.interruptible(pause):
+        with told_of_memory(self.device):
             before, key = self._before, (fingerprint.digest, self.generation())
             if before is None or before[0] != key:
-                before = key, entries_before(self, prefix)
+                before = key, entries_before(self, prefix, pause)
                 if self.generation() == key[1]:  # else nothing of them is kept
                     self._before = before
-            return prefill(self, chunks, fingerprint, before[1])
+            return prefill(self, chunks, fingerprint, before[1], pause)
 
     def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
         return cache_shape(fingerprint, n_tokens)
@@ -155,7 +155,7 @@ class Model(LayeredModel, Runtime):
             )
 
     def begin(self, work: PromptPass, observer: Observer) -> Begun:
-        with told_of_memory(self.device), self.interruptible(observer.pause):
+        with told_of_memory(self.device):
             return run_prompt(self, work, observer)
 
     def decode(

@@ -37,7 +37,11 @@ from samkv_integrations.runtimes.transformers.eviction.base import (
 )
 from samkv_integrations.runtimes.transformers.model.attention import attention
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
-from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
+from samkv_integrations.runtimes.transformers.passes.working_cache import (
+    ContextSlots,
+    DenseCache,
+    LayerEntries,
+)
 from tests.support.asking import Asked, ask, next_logits
 from tests.support.covering import covering
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE
@@ -127,9 +131,11 @@ class Case:
         taken = LayerEntries(
             keys=self.keys[: self.n_entries].clone(),
             values=names[: self.n_entries].clone(),  # an entry's value says which one it is
-            n_entries=self.n_entries, is_context=is_context, context=torch.arange(is_context.sum()),
-            context_slots=is_context.nonzero()[:, 0], changed=torch.arange(0),
-            other_slots=(~is_context).nonzero()[:, 0], queries=self.query[:, at],
+            n_entries=self.n_entries, is_context=is_context, context=ContextSlots(
+                tokens=torch.arange(is_context.sum()), slots=is_context.nonzero()[:, 0],
+                changed=torch.arange(0), other_slots=(~is_context).nonzero()[:, 0],
+            ),
+            queries=self.query[:, at],
             query_slots=at, scaling=8**-0.5,
         )  # fmt: skip
         cache.take(0, taken)

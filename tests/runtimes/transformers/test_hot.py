@@ -394,9 +394,9 @@ def test_chunks_are_copied_to_the_device_beside_its_layers(
     waits = [f"wait {n_chunks * (2 + at)}" for at in range(n_layers)]
     waiting = [each for both in zip(layers, waits, strict=True) for each in both]
 
-    def logged(model: Model, index: int, *args: Any) -> Tensor:
+    def logged(model: Model, index: int, *args: Any, **options: Any) -> Tensor:
         device.log.append(f"layer {index}")
-        return layer(model, index, *args)
+        return layer(model, index, *args, **options)
 
     def asked(engine: Engine, prompt: str = PROMPT) -> list[str]:
         """What streams are told of a question, whose logits are right."""
@@ -567,8 +567,8 @@ def test_a_step_without_memory_is_taken_back_and_tried_once_more(
     expected = hot.generate(PROMPT, CHUNKS, **asked)
     layer, left = Model.layer, [1]
 
-    def full(model: Model, index: int, *args: Any) -> Tensor:
-        hidden = layer(model, index, *args)
+    def full(model: Model, index: int, *args: Any, **options: Any) -> Tensor:
+        hidden = layer(model, index, *args, **options)
         if index == 2 and hidden.shape[1] == 1 and left and left.pop():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return hidden

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import Tensor
 from samkv_integrations import Engine, MemoryStore
 from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.lab.doctor import examine
+from samkv_integrations.options import AnswerSettings
+from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.runtimes.transformers import loading
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.model import packed_weights
@@ -40,7 +43,9 @@ from samkv_integrations.runtimes.transformers.model.packed_weights import (
     packed_products,
     unpacked,
 )
+from samkv_integrations.runtimes.transformers.passes.prefill import entries_before
 from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.serving.first_token import first_token
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
 from tests.support.models import byte_tokenizer, hf_model
 
@@ -217,39 +222,43 @@ class TestModels:
             return model.attention(layer, query, key, value, scaling, None, n_tokens > 1)
 
         with torch.no_grad():
-            with model.decoding(n_tokens):
-                found = model.layer(0, hidden, cos, sin, attend)
+            with model.decoding(n_tokens) as is_packed:
+                found = model.layer(0, hidden, cos, sin, attend, is_packed=is_packed)
             with packed_products():
                 expected = model.layer(0, hidden, cos, sin, attend)
             assert torch.allclose(found, expected, rtol=0, atol=0 if dtype == "bfloat16" else 1e-5)
             assert not torch.equal(found, model.layer(0, hidden, cos, sin, attend))
 
-    def test_a_pass_between_the_layers_of_another(self, llama: Path) -> None:
-        model = load(llama, weights="packed", dtype="bfloat16")
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-            return model.attention(layer, query, key, value, scaling, None, True)
-
-        def passed(n_tokens: int) -> Tensor:
-            hidden = model.embed(torch.arange(n_tokens)[None])
-            rotation = model.rotation(torch.arange(n_tokens))
-            for layer in range(model.n_layers):
-                hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
-            return hidden
-
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_a_pass_between_the_layers_of_another(
+        self, llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine(load(llama, weights="packed", dtype=dtype), block_size=8, prefix_bytes=0)
+        model, ids = engine.model, list(range(3, 8))
         between: list[Tensor] = []
-        with torch.no_grad():
-            exact = passed(5)
-            with model.short_pass(3):
-                short = passed(3)
-            with (
-                model.interruptible(lambda: between.append(passed(5))),
-                model.short_pass(3),
-            ):
-                assert torch.equal(passed(3), short)
-            assert not torch.equal(passed(3), short)  # which was computed by packed weights
-        assert len(between) == model.n_layers
-        assert all(torch.equal(each, exact) for each in between)
+
+        def encoded() -> Tensor:
+            """Entries before a chunk, which are computed by exact weights."""
+            keys, _ = entries_before(model, ids)[-1]
+            return keys
+
+        class Pausing(Observer):
+            def pause(self) -> None:
+                between.append(encoded())
+
+        def logits(observer: Observer) -> Tensor:
+            settings = AnswerSettings.of(method="recompute", eviction="none")
+            with engine.resolve("What?", []) as resolved:
+                request = engine.request(resolved, settings, capacity=1)
+                return engine.scheduler.run(lambda _: first_token(request, observer).logits)
+
+        with torch.inference_mode():
+            exact, short = encoded(), logits(Observer())
+            assert torch.equal(logits(Pausing()), short)
+            assert len(between) == model.n_layers
+            assert all(torch.equal(each, exact) for each in between)
+            monkeypatch.setattr(model, "short_pass", lambda n_tokens: nullcontext(False))
+            assert not torch.equal(logits(Observer()), short)  # computed by packed weights
 
     def test_changed_weights_are_decoded_with(self, llama: Path) -> None:
         model = load(llama, dtype="bfloat16")

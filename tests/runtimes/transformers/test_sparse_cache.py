@@ -17,7 +17,11 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     groups,
 )
 from samkv_integrations.runtimes.transformers.eviction import Quest
-from samkv_integrations.runtimes.transformers.passes.working_cache import LayerEntries, SparseCache
+from samkv_integrations.runtimes.transformers.passes.working_cache import (
+    ContextSlots,
+    LayerEntries,
+    SparseCache,
+)
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.asking import ask
 from tests.support.chunks import encoded
@@ -57,8 +61,9 @@ def context_alone(form: EntryFormat, keys: Tensor, values: Tensor) -> tuple[Spar
         0,
         LayerEntries(
             keys=decoded, values=of_values, n_entries=n,
-            is_context=torch.ones(n, dtype=torch.bool), context=at, context_slots=at,
-            other_slots=at[:0], changed=at[:0], queries=torch.empty(HEADS, 0, DIM),
+            is_context=torch.ones(n, dtype=torch.bool),
+            context=ContextSlots(tokens=at, slots=at, changed=at[:0], other_slots=at[:0]),
+            queries=torch.empty(HEADS, 0, DIM),
             query_slots=at[:0], scaling=SCALING,
         ),
     )  # fmt: skip

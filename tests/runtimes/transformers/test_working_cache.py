@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from samkv_integrations.runtimes.transformers.model.attention import attention, suits_products
-from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache, LayerEntries
+from samkv_integrations.runtimes.transformers.passes.working_cache import (
+    ContextSlots,
+    DenseCache,
+    LayerEntries,
+)
 
 N_PROMPT, N_STEPS, DIM = 470, 175, 64
 
@@ -30,8 +34,9 @@ def test_a_step_attends_to_all_entries(
     cache = DenseCache(1, N_STEPS)
     cache.take(0, LayerEntries(
         keys=keys[:N_PROMPT], values=values[:N_PROMPT], n_entries=N_PROMPT,
-        is_context=prompt < 0, context=none, context_slots=none, changed=none,
-        other_slots=prompt, queries=queries[-1:].transpose(0, 1), query_slots=none, scaling=0.125,
+        is_context=prompt < 0,
+        context=ContextSlots(tokens=none, slots=none, changed=none, other_slots=prompt),
+        queries=queries[-1:].transpose(0, 1), query_slots=none, scaling=0.125,
     ))  # fmt: skip
     outputs = dict[int, torch.Tensor]()
     for n_back in (0, 7):

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -82,76 +82,53 @@ class LayeredModel(ModelText):
         *,
         copies_tokenizer: bool = True,
     ) -> None:
-        if not isinstance(hf, PreTrainedModel):
-            raise UnsupportedModel(
-                f"a {type(hf).__name__} is no transformers model; give what "
-                "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
-            )
-        quantised: Any = getattr(hf.config, "quantization_config", None)
-        is_gguf = getattr(quantised, "quant_method", None) == "gguf"
-        if is_gguf:
-            if not all(weight.is_floating_point() for weight in hf.parameters()):
-                raise UnsupportedModel(
-                    f"{name!r} holds packed weights of a GGUF file; load it with dtype='float32', "
-                    "which dequantises them"
-                )
-            # transformers has dequantised the file, and leaves a note of what it was
-            del hf.config.quantization_config
-        refuse_unsupported(hf.config)
-        refuse_adapters(hf, name)
-        if not getattr(tokenizer, "is_fast", False):
-            raise UnsupportedModel(
-                f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
-            )
-        self.config = text_config(hf.config)
-        AttentionInterface.register("samkv", _samkv_attention)
-        AttentionMaskInterface.register("samkv", sdpa_mask)
-        hf.set_attn_implementation("samkv")
-        self.hf = hf.train(False)
-        if quantised is not None and not is_gguf:
-            # The first forward changes tensors: AWQ and Marlin convert their scales there, and
-            # compressed-tensors unpacks weights in a hook of the whole model, whose forward no
-            # later pass calls. The digests are of what every later pass computes with.
-            with torch.no_grad():
-                hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
+        is_quantised = _accept(hf, tokenizer, name)
+        self.hf, self.config, self.name = hf, text_config(hf.config), name
+        _prepare(hf, is_quantised=is_quantised)
         # Ours alone: for each text it is told anew whether special tokens count, under our lock.
         self.tokenizer = copy.deepcopy(tokenizer) if copies_tokenizer else tokenizer
-        self.name = name
+        self._tokenizing = threading.Lock()
         self.identity = Identity(hf, name)
         self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
         self._family = family_of(hf.config)
-        self.n_layers: int = self.config.num_hidden_layers
-        self.n_heads: int = self.config.num_attention_heads
-        self.n_kv_heads: int = self.config.num_key_value_heads
-        self.head_dim: int = head_dim_of(self.config)
-        self.dtype, self.device = kind_of(hf)
-        self._most_tokens = context_window_of(self.config)
-        self.windows = windows_of(self.config)
-        self._ropes = layer_ropes(self.config)
+        self._read_config()
+        self._find_packed_weights()
+        # N* by the keys of the chunks that have voted, of the latest vote
+        self.stable_layers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.layer_devices = (self.device,) * self.n_layers
+        if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
+            self.layer_devices = self._devices_of_layers()
+
+    def _read_config(self) -> None:
+        """Note what passes ask of the config: numbers, windows, and how heads rotate."""
+        config = self.config
+        self.n_layers: int = config.num_hidden_layers
+        self.n_heads: int = config.num_attention_heads
+        self.n_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = head_dim_of(config)
+        self.dtype, self.device = kind_of(self.hf)
+        n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
+        self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
+        self._most_tokens = context_window_of(config)
+        self.windows = windows_of(config)
         self.score_cap: float | None = None
         if self._family.score_cap:
-            self.score_cap = getattr(self.config, self._family.score_cap)
-        self._n_rotated = rotated_channels(self.config, self.head_dim)
+            self.score_cap = getattr(config, self._family.score_cap)
+        self._ropes = layer_ropes(config)
+        self._n_rotated = rotated_channels(config, self.head_dim)
         self._halves = _halves(self._n_rotated, self.head_dim, self._family)
         self._lies_otherwise = self._halves is not None or self._family.turns != "halves"
         self._rotary = self._decoder.rotary_emb
-        if any(rope.get("rope_type") == "longrope" for rope in ropes_of(self.config).values()):
+        if any(rope.get("rope_type") == "longrope" for rope in ropes_of(config).values()):
             self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
-        n_numbers = 2 * self.n_layers * self.n_kv_heads * self.head_dim
-        self.token_kv_bytes: int = n_numbers * self.dtype.itemsize
+
+    def _find_packed_weights(self) -> None:
         self._packed_layers = list[PackedLayer]()
         if not self._lies_otherwise:
             self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
-        packed = [each for each in hf.modules() if isinstance(each, PackedLinear)]
+        packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
         self._unpacks = any(linear.exact is not None for linear in packed)
         self._packed_at, self._is_packed = -1, False  # the generation that was looked at
-        self._tokenizing = threading.Lock()
-        self._passing = threading.local()
-        # N* by the keys of the chunks that have voted, of the latest vote
-        self.stable_layers: dict[tuple[str, ...], tuple[int, ...]] = {}
-        if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
-            self.layer_devices = self._devices_of_layers()
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -329,70 +306,41 @@ class LayeredModel(ModelText):
         return self._is_packed
 
     @contextmanager
-    def decoding(self, n_tokens: int) -> Iterator[None]:
+    def decoding(self, n_tokens: int) -> Iterator[bool]:
         """A block in which passes over so many tokens take the products that decoding is faster by.
 
         Their results differ in the last bits, or as packed weights do; nothing of them may be
-        stored.
+        stored. No other pass may run in the block. It gets what `layer` takes as ``is_packed``.
         """
         if not self.decodes_packed:
             is_single = n_tokens == 1
             with for_single_token(self.device, self.dtype) if is_single else nullcontext():
-                yield
+                yield False
             return
         most_tokens = MOST_TOKENS_UNPACKING if self._unpacks else MOST_TOKENS
-        self._passing.is_packed = bool(self._packed_layers) and n_tokens <= most_tokens
-        try:
-            with packed_products():
-                yield
-        finally:
-            self._passing.is_packed = False
+        with packed_products():
+            yield bool(self._packed_layers) and n_tokens <= most_tokens
 
-    def short_pass(self, n_tokens: int) -> AbstractContextManager[None]:
+    def short_pass(self, n_tokens: int) -> AbstractContextManager[bool]:
         """A block in which a pass over so few tokens does not wait for weights to be unpacked.
 
         It is computed as in `decoding` then. Nothing of it may be stored, or held for others.
         """
         is_short = self._unpacks and n_tokens <= MOST_TOKENS_UNPACKING
-        return self.decoding(n_tokens) if is_short else nullcontext()
+        return self.decoding(n_tokens) if is_short else nullcontext(False)
 
-    @contextmanager
-    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """Have the layers of this thread's passes call ``check`` first.
-
-        It may raise, which ends the pass, and it may run other passes.
-        """
-        self._passing.check = check
-        try:
-            yield
-        finally:
-            del self._passing.check
-
-    @contextmanager
-    def _between_passes(self) -> Iterator[None]:
-        """A block in which other passes do not take the state of one that this thread runs."""
-        of_thread = self._passing.__dict__
-        state = dict(of_thread)
-        of_thread.clear()
-        try:
-            with packed_products(active=False):
-                yield
-        finally:
-            of_thread.clear()
-            of_thread.update(state)
-
-    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def layer(
+        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, *,
+        is_packed: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
         cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
-        is returned, are on the layer's device.
+        is returned, are on the layer's device. is_packed: see `decoding`.
         """
         if hidden.device != self.layer_devices[index]:
             hidden = hidden.to(self.layer_devices[index])
-        if (check := getattr(self._passing, "check", None)) is not None:
-            with self._between_passes():
-                check()
-        if getattr(self._passing, "is_packed", False):
+        if is_packed:
             packed = self._packed_layers[index]
             return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
         if (halves := self._halves) is not None:
@@ -514,6 +462,49 @@ class LayeredModel(ModelText):
         """(R, hidden) after the last layer -> (R, vocabulary)."""
         scores: Tensor = self.hf.lm_head(self._decoder.norm(hidden))
         return self._family.logits(self.hf, self.config, scores.to(self.device))
+
+
+def _accept(hf: Any, tokenizer: Any, name: str) -> bool:  # noqa: ANN401
+    """Whether a model's weights are quantised. Raises UnsupportedModel for what cannot be served.
+
+    The weights of a GGUF file are not: transformers has dequantised them. Its note of what the file
+    was is removed.
+    """
+    if not isinstance(hf, PreTrainedModel):
+        raise UnsupportedModel(
+            f"a {type(hf).__name__} is no transformers model; give what "
+            "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
+        )
+    quantised: Any = getattr(hf.config, "quantization_config", None)
+    is_gguf = getattr(quantised, "quant_method", None) == "gguf"
+    if is_gguf:
+        if not all(weight.is_floating_point() for weight in hf.parameters()):
+            raise UnsupportedModel(
+                f"{name!r} holds packed weights of a GGUF file; load it with dtype='float32', "
+                "which dequantises them"
+            )
+        del hf.config.quantization_config
+    refuse_unsupported(hf.config)
+    refuse_adapters(hf, name)
+    if not getattr(tokenizer, "is_fast", False):
+        raise UnsupportedModel(
+            f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
+        )
+    return quantised is not None and not is_gguf
+
+
+def _prepare(hf: PreTrainedModel, *, is_quantised: bool) -> None:
+    """Put a model into the state that every later pass sees: our attention, no training."""
+    AttentionInterface.register("samkv", _samkv_attention)
+    AttentionMaskInterface.register("samkv", sdpa_mask)
+    hf.set_attn_implementation("samkv")
+    hf.train(False)
+    if is_quantised:
+        # The first forward changes tensors: AWQ and Marlin convert their scales there, and
+        # compressed-tensors unpacks weights in a hook of the whole model, whose forward no
+        # later pass calls. The digests are of what every later pass computes with.
+        with torch.no_grad():
+            hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
 
 
 def _halves(n_rotated: int, head_dim: int, family: Family) -> Tensor | None:

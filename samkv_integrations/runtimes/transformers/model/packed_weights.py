@@ -504,9 +504,9 @@ _decoding = _Decoding()
 
 
 @contextmanager
-def packed_products(*, active: bool = True) -> Iterator[None]:
-    """A block in which this thread multiplies few tokens by packed weights, or does not."""
-    before, _decoding.active = _decoding.active, active
+def packed_products() -> Iterator[None]:
+    """A block in which this thread multiplies few tokens by packed weights."""
+    before, _decoding.active = _decoding.active, True
     try:
         yield
     finally:

@@ -72,10 +72,11 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
 
     # To the layers all tokens are of one sequence, which interact in attention only.
     try:
-        with model.decoding(len(rows)):
+        with model.decoding(len(rows)) as is_packed:
             hidden = model.embed(torch.tensor([[token for each in tokens for token in each]]))
             for layer in range(model.n_layers):
-                hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
+                cos, sin = rotation.of(layer)
+                hidden = model.layer(layer, hidden, cos, sin, attend, is_packed=is_packed)
             logits = model.logits(hidden[0])
     except torch.OutOfMemoryError:
         for decoder, of_layers in zip(decoders, before, strict=True):

@@ -26,7 +26,11 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
     statistics,
 )
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunk, HotChunks, readers
-from samkv_integrations.runtimes.transformers.entries.quantise import GROUP_TOKENS, Entries
+from samkv_integrations.runtimes.transformers.entries.quantise import (
+    GROUP_TOKENS,
+    Entries,
+    EntryFormat,
+)
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.papers.base import SelectionInputs
@@ -47,7 +51,19 @@ LAYERS_TOGETHER = 4
 """Layers of a chunk that one read takes, where threads read while layers run."""
 
 
-class Context:
+def _of_pairs(rotation: Rotation, form: EntryFormat) -> Rotation:
+    """Channels of cos and sin as `Entries` takes them: (R, 1, D / 2), on a CPU (R, G, D / 2)."""
+
+    def of_pairs(side: Tensor) -> Tensor:
+        heads = form.n_kv_heads if side.device.type == "cpu" else 1
+        pairs = side[:, None, : form.head_dim // 2].float()
+        return pairs.expand(-1, heads, -1).contiguous()
+
+    turns = [(of_pairs(cos), of_pairs(sin)) for cos, sin in rotation.turns]
+    return Rotation(turns=turns, kinds=rotation.kinds)
+
+
+class CachedEntries:
     """The cached KV entries of one request, in their stored format, each layer's on its device.
 
     A context manager; no thread reads for it after it is left. On a CPU all reading is done before
@@ -84,17 +100,7 @@ class Context:
         self._key_range: dict[torch.device, Tensor] = {}  # the same, on each device
         group = first_group[:-1][layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
         self._group_of_token = {device: group.to(device) for device in set(self._devices)}
-
-        def of_pairs(side: Tensor) -> Tensor:
-            """(R, 1, D / 2), on a CPU (R, G, D / 2), see `Entries`."""
-            heads = self.form.n_kv_heads if side.device.type == "cpu" else 1
-            pairs = side[:, None, : self.form.head_dim // 2].float()
-            return pairs.expand(-1, heads, -1).contiguous()
-
-        self._turns = Rotation(
-            turns=[(of_pairs(cos), of_pairs(sin)) for cos, sin in rotation.turns],
-            kinds=rotation.kinds,
-        )
+        self._turns = _of_pairs(rotation, self.form)
         # the tokens of the layer that was last written; group, cos and sin of each, by rotation
         self._tokens: Tensor | None = None
         self._of_tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -152,30 +158,16 @@ class Context:
         for index, chunk in enumerate(self.chunks):
             if index in self._held:
                 continue
-            tokens, of_chunk = layout.token_range[index], layout.block_range[index]
+            of_chunk = layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
             n_wanted = int(wanted.sum())  # one long read beats many short ones
             if n_wanted and (2 * n_wanted > wanted.numel() or self._hot.fits(chunk)):
                 whole.setdefault(chunk, []).append(index)
                 wanted |= True  # marks them as loaded: a view of `missing`
                 continue
-            offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
-            in_chunk = layout.block_in_chunk[of_chunk.start : of_chunk.stop]
             with _reading(chunk):
                 self._keep_range(index)
-                for layer, of_layer in enumerate(wanted):
-                    out = self._read[layer][tokens.start : tokens.stop]
-                    needed = in_chunk[of_layer]
-                    gaps = (needed.diff() != 1).nonzero()[:, 0] + 1
-                    for neighbours in needed.tensor_split(gaps.tolist()):
-                        if not len(neighbours):
-                            continue  # nothing of this layer
-                        first, last = int(neighbours[0]), int(neighbours[-1])
-                        begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
-                        entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
-                        chunk.read_blocks(layer, range(first, last + 1), entries.numpy())
-                        at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
-                        out[at] = entries[offsets[at] - begin]
+                self._read_blocks(index, wanted)
         self._loaded |= missing
         self._codes, self._key_range = [None] * self.n_layers, {}
         for chunk, places in whole.items():
@@ -190,6 +182,26 @@ class Context:
             read = list(self._read)  # `release` may drop a layer that needs no entries before
             work = readers(os.getpid(), "read").submit(self._read_parts, chunk, places, read, parts)
             self._work.append(work)
+
+    def _read_blocks(self, index: int, wanted: Tensor) -> None:
+        """Read blocks of a chunk, neighbours in one read. wanted: (L, blocks of it) bool."""
+        chunk, layout = self.chunks[index], self.layout
+        tokens, blocks = layout.token_range[index], layout.block_range[index]
+        offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
+        in_chunk = layout.block_in_chunk[blocks.start : blocks.stop]
+        for layer, of_layer in enumerate(wanted):
+            out = self._read[layer][tokens.start : tokens.stop]
+            needed = in_chunk[of_layer]
+            gaps = (needed.diff() != 1).nonzero()[:, 0] + 1
+            for neighbours in needed.tensor_split(gaps.tolist()):
+                if not len(neighbours):
+                    continue  # nothing of this layer
+                first, last = int(neighbours[0]), int(neighbours[-1])
+                begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
+                entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
+                chunk.read_blocks(layer, range(first, last + 1), entries.numpy())
+                at = ((offsets >= begin) & (offsets < end)).nonzero()[:, 0]
+                out[at] = entries[offsets[at] - begin]
 
     def _read_parts(
         self, chunk: StoredChunk, places: Sequence[int], read: Sequence[Tensor],
@@ -349,44 +361,52 @@ class Context:
         """The inputs named in ``needs``, for all chunks of the request. Raises ChunkLost."""
         tensors: dict[str, Tensor] = {}
         parts: dict[str, list[Tensor]] = {}
-        for index, chunk in enumerate(self.chunks if needs else ()):
-            tokens, blocks = self.layout.token_range[index], self.layout.block_range[index]
-            held = self.layout.block_in_chunk[blocks.start : blocks.stop]
-            found: dict[str, Tensor] = {}
-            with _reading(chunk):
-                if "block_means" in needs:
-                    middle, n_blocks = chunk.blocks.middle_blocks, chunk.blocks.n_blocks
-                    around = (0, 0, 0, 0, middle.start, n_blocks - middle.stop)
-                    means = F.pad(decode_means(block_means(chunk)), around)
-                    found["block_means"] = means[:, held]
-                if "local_query" in needs:
-                    found["local_query"] = local_query(chunk).float()
-                if "statistics" in needs:
-                    of_chunk = statistics(chunk)
-                    # one more, for -1: no middle block
-                    place = torch.full((chunk.blocks.n_blocks + 1,), -1)
-                    place[held] = torch.arange(blocks.start, blocks.stop)
-                    found["block_max"] = place[of_chunk.block_max.long()]
-                    found["block_min"] = place[of_chunk.block_min.long()]
-                    offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
-                    found["outliers"] = of_chunk.outliers[:, offsets]
-            for name, tensor in found.items():
+        for index in range(len(self.chunks)) if needs else ():
+            for name, tensor in self._inputs_of_chunk(index, needs).items():
                 parts.setdefault(name, []).append(tensor)
         for name, values in parts.items():
             is_per_chunk = name in ("local_query", "block_max", "block_min")
             joined = torch.stack(values, dim=1) if is_per_chunk else torch.cat(values, dim=1)
             tensors[name] = joined.to(self._devices[0])
-        if "anchor_mean" in needs:  # (L, C, G, D) float32
-            layout = self.layout
-            self.load(layout.is_anchor.expand(self.n_layers, -1))
-            anchor = layout.is_anchor[layout.block_of_token]
-            counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
-            at, keys = anchor.nonzero()[:, 0], []
-            for layer in range(self.n_layers):
-                codes, key_range = self.stored(layer)
-                at = at.to(codes.device)
-                group = self._group_of_token[codes.device][at]
-                of_layer = self.form.keys(codes.index_select(0, at), key_range, group)
-                keys.append(of_layer.to(self._devices[0]))
-            tensors["anchor_mean"] = mean_of_blocks(torch.stack(keys), counts)
+        if "anchor_mean" in needs:
+            tensors["anchor_mean"] = self._anchor_mean()
         return SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
+
+    def _inputs_of_chunk(self, index: int, needs: frozenset[str]) -> dict[str, Tensor]:
+        """What was stored with a chunk, of its blocks and tokens in the prompt; layers first."""
+        chunk, layout, found = self.chunks[index], self.layout, dict[str, Tensor]()
+        tokens, blocks = layout.token_range[index], layout.block_range[index]
+        held = layout.block_in_chunk[blocks.start : blocks.stop]
+        with _reading(chunk):
+            if "block_means" in needs:
+                middle, n_blocks = chunk.blocks.middle_blocks, chunk.blocks.n_blocks
+                around = (0, 0, 0, 0, middle.start, n_blocks - middle.stop)
+                means = F.pad(decode_means(block_means(chunk)), around)
+                found["block_means"] = means[:, held]
+            if "local_query" in needs:
+                found["local_query"] = local_query(chunk).float()
+            if "statistics" in needs:
+                of_chunk = statistics(chunk)
+                # one more, for -1: no middle block
+                place = torch.full((chunk.blocks.n_blocks + 1,), -1)
+                place[held] = torch.arange(blocks.start, blocks.stop)
+                found["block_max"] = place[of_chunk.block_max.long()]
+                found["block_min"] = place[of_chunk.block_min.long()]
+                offsets = layout.offset_in_chunk[tokens.start : tokens.stop]
+                found["outliers"] = of_chunk.outliers[:, offsets]
+        return found
+
+    def _anchor_mean(self) -> Tensor:
+        """(L, C, G, D) float32, see `SelectionInputs`. Loads the anchor tokens."""
+        layout = self.layout
+        self.load(layout.is_anchor.expand(self.n_layers, -1))
+        anchor = layout.is_anchor[layout.block_of_token]
+        counts = torch.bincount(layout.chunk_of_token[anchor], minlength=layout.n_chunks)
+        at, keys = anchor.nonzero()[:, 0], []
+        for layer in range(self.n_layers):
+            codes, key_range = self.stored(layer)
+            at = at.to(codes.device)
+            group = self._group_of_token[codes.device][at]
+            of_layer = self.form.keys(codes.index_select(0, at), key_range, group)
+            keys.append(of_layer.to(self._devices[0]))
+        return mean_of_blocks(torch.stack(keys), counts)

@@ -19,8 +19,9 @@ from samkv_integrations.runtimes.transformers.papers.base import (
     ProbedLayer,
     SelectionInputs,
 )
-from samkv_integrations.runtimes.transformers.passes.blend import ObservedLayer, PassPlan
-from samkv_integrations.runtimes.transformers.passes.loader import Context
+from samkv_integrations.runtimes.transformers.passes.blend import ObservedLayer
+from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
+from samkv_integrations.runtimes.transformers.passes.pass_plan import PassPlan
 
 
 def kept_blocks(
@@ -82,8 +83,9 @@ class Probe:
     of_layers: list[Tensor] = field(default_factory=list)
 
     def __call__(self, layer: ObservedLayer) -> None:
-        at = layer.plan.positions[: layer.plan.n_computed]
-        cos, sin = (side[at] for side in self.rotation.of(layer.number))
+        computed = layer.plan.computed
+        positions = computed.positions[: computed.n_tokens]
+        cos, sin = (side[positions] for side in self.rotation.of(layer.number))
         probed = ProbedLayer(queries=layer.queries[0], cos=cos, sin=sin)
         self.of_layers.append(self.select.score(probed, self.layout).to(self.device))
 
@@ -97,25 +99,25 @@ class Probe:
 class Check:
     """Lets a recomputation choose the tokens of all later layers, at its check layer.
 
-    context: has the cached entries. replan: (Tctx,) bool, the tokens that later layers compute ->
+    cached: the stored entries. replan: (Tctx,) bool, the tokens that later layers compute ->
     the plan. plan: that plan, once it is made.
     """
 
     recompute: LayerRecompute
     layout: TensorLayout
-    context: Context
+    cached: CachedEntries
     replan: Callable[[Tensor], PassPlan]
     plan: PassPlan | None = None
 
     def __call__(self, layer: ObservedLayer) -> PassPlan | None:
         if layer.number != self.recompute.check_layer:
             return None
-        tokens, rows = layer.plan.carried, layer.plan.carried_rows
+        tokens, rows = layer.plan.computed.context, layer.plan.computed.context_rows
         keys, values = layer.computed
         checked = Checked(
             tokens=tokens, queries=layer.queries[0][:, -len(self.layout.question) :],
             keys=keys[rows], values=values[rows], scaling=layer.scaling,
-            cached=lambda: self.context.keys_and_values(layer.number, tokens.to(keys.device)),
+            cached=lambda: self.cached.keys_and_values(layer.number, tokens.to(keys.device)),
         )  # fmt: skip
         self.plan = self.replan(self.recompute.choose_after(checked, self.layout))
         return self.plan

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,10 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     quantise_means,
 )
 from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_of, entry_format_of
-from samkv_integrations.runtimes.transformers.entries.quantise import unrotate
+from samkv_integrations.runtimes.transformers.entries.quantise import EntryFormat, unrotate
+from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
+from samkv_integrations.runtimes.transformers.passes.pause import Pause, no_pause
 from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 
 BATCH_TOKENS = 1024
@@ -63,7 +64,7 @@ def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[Chunk
     return grouped
 
 
-def entries_before(model: LayeredModel, prefix: Sequence[int]) -> Before:
+def entries_before(model: LayeredModel, prefix: Sequence[int], pause: Pause = no_pause) -> Before:
     """The entries of a prefix, by its token ids, computed once for all chunks."""
     shape = (1, model.n_kv_heads, 0, model.head_dim)
     empty = [torch.empty(shape, dtype=model.dtype, device=where) for where in model.layer_devices]
@@ -83,6 +84,7 @@ def entries_before(model: LayeredModel, prefix: Sequence[int]) -> Before:
         rotation = model.rotation(torch.arange(len(ids)))
         hidden = model.embed(torch.tensor([ids]))
         for layer in range(model.n_layers):
+            pause()
             hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
     return before
 
@@ -186,14 +188,157 @@ class _SideBySide:
         return side.flatten(0, 1).index_select(0, self._is_token)
 
 
+class _LocalQueries:
+    """The mean un-rotated query of each chunk's local tokens, of each layer.
+
+    runs: these tokens of each of the C chunks. means: (L, C, H, D) in the model's dtype.
+    """
+
+    def __init__(self, model: LayeredModel, rotation: Rotation, runs: Sequence[range]) -> None:
+        shape = model.n_layers, len(runs), model.n_heads, model.head_dim
+        self.means = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self._of_runs = {device: _Means(runs, device) for device in {*model.layer_devices}}
+        turns = []
+        for cos, sin in rotation.turns:
+            at = self._of_runs[cos.device].rows
+            turns.append((cos.index_select(0, at), sin.index_select(0, at)))
+        self._rotation = replace(rotation, turns=turns)
+
+    def take(self, layer: int, query: Tensor) -> None:
+        """query: (H, R, D) of a layer, rotated."""
+        of_runs = self._of_runs[query.device]
+        queries = query.transpose(0, 1).index_select(0, of_runs.rows).float()
+        self.means[layer] = of_runs(unrotate(queries, *self._rotation.of(layer)))
+
+
 _ENCODED = 2**24
 """Numbers of keys that are quantised at a time on a device. On a CPU a layer is, which fits its
 cache."""
 
 
+class _Encoder:
+    """Quantises keys and values of a pass, of several layers at a time on a device.
+
+    lengths: tokens of each chunk, R in all. middle_runs: tokens of each middle block, Nm in all.
+    largest: what `EntryFormat.check` takes, of the layers so far.
+    """
+
+    def __init__(
+        self, model: LayeredModel, form: EntryFormat, lengths: Sequence[int],
+        middle_runs: Sequence[range],
+    ) -> None:  # fmt: skip
+        self.largest: list[Tensor] = []
+        self._n_layers, self._device = model.n_layers, model.device
+        self._form, self._lengths = form, lengths
+        self._middle = _Means(middle_runs, model.device)
+        n_numbers = sum(lengths) * model.n_kv_heads * model.head_dim
+        self._together = 1 if model.device.type == "cpu" else max(1, _ENCODED // n_numbers)
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # keys and values (R, G, D) of layers
+        self._encoded: list[tuple[Tensor, Tensor, Tensor]] = []  # entries, key ranges, means
+
+    def take(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Un-rotated keys, and values, (R, G, D) each, of the next layer."""
+        self._waiting.append((keys.to(self._device), values.to(self._device)))
+        if len(self._waiting) == self._together or layer == self._n_layers - 1:
+            self._encode()
+
+    def _encode(self) -> None:
+        keys, values = (torch.stack(side) for side in zip(*self._waiting, strict=True))
+        rows = keys.flatten(0, 1), values.flatten(0, 1)
+        of_layers = [*self._lengths] * len(keys)
+        entries, key_range, largest = self._form.encode_chunks(*rows, of_layers)
+        means = self._middle(keys.index_select(1, self._middle.rows))
+        self._encoded.append((entries, key_range, means))
+        self.largest.append(largest)
+        self._waiting.clear()
+
+    def encoded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries (L, R, E), key ranges (L, N, 2, G, D), and means (L, Nm, G, D) of all layers."""
+        entries, key_range, means = (torch.cat(each) for each in zip(*self._encoded, strict=True))
+        n_groups = sum(self._form.range_shape(length)[0] for length in self._lengths)
+        return (
+            entries.view(self._n_layers, sum(self._lengths), -1),
+            key_range.view(self._n_layers, n_groups, *self._form.range_shape(0)[1:]),
+            means,
+        )
+
+
+class _ChunkAttention:
+    """The attention of chunks, each to the prefix and to itself, with its statistics.
+
+    lengths: tokens of each chunk, R in all. before: of `entries_before`.
+    alpha, sustained: (L, R) float32, see `layer_statistics`.
+    """
+
+    def __init__(self, model: LayeredModel, lengths: Sequence[int], before: Before) -> None:
+        self._model, self._before, self._n_tokens = model, before, sum(lengths)
+        self._n_prefix = before[0][0].shape[2]
+        self._is_on_cpu = model.device.type == "cpu"
+        shape = model.n_layers, self._n_tokens
+        self.alpha, self.sustained = (
+            torch.empty(shape, dtype=torch.float32, device=model.device) for _ in range(2)
+        )
+        # A launch on a device takes longer than padding. A CPU computes chunk by chunk.
+        parts = [[length] for length in lengths] if self._is_on_cpu else [lengths]
+        firsts = [span.start for span in _slices(map(sum, parts))]
+        self._groups = {
+            device: [
+                _SideBySide(first, part, device) for first, part in zip(firsts, parts, strict=True)
+            ]
+            for device in {*model.layer_devices}
+        }
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor | None:
+        """(1, H, R', D), zeros behind the R tokens. (H, R', D) and (G, R', D) are given.
+
+        None where the pass ends.
+        """
+        ends = self._model.ends_at(layer)
+        output = torch.empty_like(query)
+        output[:, self._n_tokens :] = 0
+        for group in self._groups[query.device]:
+            own, *rest = map(group.stack, (query, key, value))
+            keys, values = (
+                torch.cat((first.expand(len(side), -1, -1, -1), side), dim=2)
+                for first, side in zip(self._before[layer], rest, strict=True)
+            )
+            attended = None if ends else group.stack(output)  # of one chunk a view
+            self._attend(layer, group, own, keys, values, scaling, attended)
+            if attended is not None and len(own) > 1:
+                flat = group.flatten(attended.transpose(1, 2))
+                output[:, group.of_pass] = flat.transpose(0, 1)
+        return None if ends else output[None]
+
+    def _attend(
+        self, layer: int, group: _SideBySide, query: Tensor, keys: Tensor, values: Tensor,
+        scaling: float, out: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Note the statistics of a group, and write what it attends to into ``out`` if wanted.
+
+        query, out: (C, H, T, D). keys, values: (C, G, P + T, D), those of the prefix first.
+        """
+        mask = self._model.window_mask(layer, keys.shape[2])
+        is_plain = mask is None and self._model.scores_plainly
+        found = layer_statistics(
+            query, keys, scaling, n_later=group.n_later, n_prefix=self._n_prefix,
+            tile=64 if self._is_on_cpu else 256,  # a CPU's cache holds the smaller tile
+            value=values if is_plain and out is not None else None, out=out,
+        )  # fmt: skip
+        if not is_plain and out is not None:
+            # as many queries as keys, so that causal attention needs no mask
+            padded = pad(query, (0, 0, self._n_prefix, 0))
+            whole = self._model.attention(layer, padded, keys, values, scaling, mask, mask is None)
+            out[:] = whole[:, :, self._n_prefix :]
+        self.alpha[layer, group.of_pass] = group.flatten(found.alpha)
+        self.sustained[layer, group.of_pass] = group.flatten(found.sustained)
+
+
 def prefill(
-    model: LayeredModel, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before
-) -> PrefilledChunks:
+    model: LayeredModel, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before,
+    pause: Pause = no_pause,
+) -> PrefilledChunks:  # fmt: skip
     """Compute caches in one pass; a chunk sees the prefix and itself, no other chunk.
 
     before: of `entries_before`. The chunks stand one behind the other, R tokens in all. The device
@@ -204,107 +349,42 @@ def prefill(
     """
     lengths = [len(chunk.token_ids) for chunk in chunks]
     n_prefix, n_tokens = before[0][0].shape[2], sum(lengths)
-    on_cpu = model.device.type == "cpu"
     more = [0] * model.n_more_rows(n_tokens)
     ids = torch.tensor([[*chain.from_iterable(chunk.token_ids for chunk in chunks), *more]])
     positions = [torch.arange(n_prefix, n_prefix + length) for length in (*lengths, len(more))]
     rotation = model.rotation(torch.cat(positions))
-    local_runs, middle_runs = list[range](), list[range]()
-    for span, length in zip(_slices(lengths), lengths, strict=True):
-        blocks = fingerprint.scheme.of(length)
-        local_runs.append(range(span.start + blocks.local_start, span.stop))
-        spans = map(blocks.span, blocks.middle_blocks)
-        middle_runs += [range(span.start + start, span.start + stop) for start, stop in spans]
-    # A launch on a device takes longer than padding. A CPU computes chunk by chunk.
-    firsts = [span.start for span in _slices(lengths)] if on_cpu else [0]
-    parts = [[length] for length in lengths] if on_cpu else [lengths]
-    local, groups = dict[torch.device, _Means](), dict[torch.device, list[_SideBySide]]()
-    for device in set(model.layer_devices):
-        local[device] = _Means(local_runs, device)
-        groups[device] = [
-            _SideBySide(first, part, device) for first, part in zip(firsts, parts, strict=True)
-        ]
-
-    turns = []
-    for cos, sin in rotation.turns:
-        at = local[cos.device].rows
-        turns.append((cos.index_select(0, at), sin.index_select(0, at)))
-    of_local = replace(rotation, turns=turns)
-
-    # local queries (L, C, H, D), statistics (L, R)
-    kind: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-    local_query = torch.empty(model.n_layers, len(chunks), model.n_heads, model.head_dim, **kind)
-    alpha, sustained = (
-        torch.empty(model.n_layers, n_tokens, dtype=torch.float32, device=model.device)
-        for _ in range(2)
-    )
-
-    middle, form = _Means(middle_runs, model.device), entry_format_of(fingerprint)
-    n_numbers = n_tokens * model.n_kv_heads * model.head_dim
-    together = 1 if on_cpu else max(1, _ENCODED // n_numbers)
-    of_keys, of_values = list[Tensor](), list[Tensor]()  # (R, G, D) of layers that come next
-    encoded, of_middle = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor]()
-
-    def encode() -> None:
-        keys, values = torch.stack(of_keys), torch.stack(of_values)
-        rows = keys.flatten(0, 1), values.flatten(0, 1)
-        encoded.append(form.encode_chunks(*rows, lengths * len(keys)))
-        of_middle.append(middle(keys.index_select(1, middle.rows)))
-        of_keys.clear()
-        of_values.clear()
+    local_runs, middle_runs = _runs(lengths, fingerprint)
+    local, form = _LocalQueries(model, rotation, local_runs), entry_format_of(fingerprint)
+    encoder = _Encoder(model, form, lengths, middle_runs)
+    attention = _ChunkAttention(model, lengths, before)
 
     def attend(
         layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor | None:
         (query,), (key,), (value,) = query, key, value
-        cos, sin = rotation.of(layer)
-        of_keys.append(unrotate(key.transpose(0, 1), cos, sin)[:n_tokens].to(model.device))
-        of_values.append(value.transpose(0, 1)[:n_tokens].to(model.device))
-        if len(of_keys) == together or layer == model.n_layers - 1:
-            encode()
-        means = local[query.device]
-        local_queries = query.transpose(0, 1).index_select(0, means.rows).float()
-        local_query[layer] = means(unrotate(local_queries, *of_local.of(layer)))
-        ends = model.ends_at(layer)
-        output = torch.empty_like(query)
-        output[:, n_tokens:] = 0
-        for group in groups[query.device]:
-            own, *rest = map(group.stack, (query, key, value))
-            keys, values = (
-                torch.cat((first.expand(len(side), -1, -1, -1), side), dim=2)
-                for first, side in zip(before[layer], rest, strict=True)
-            )
-            mask = model.window_mask(layer, keys.shape[2])
-            is_plain = mask is None and model.scores_plainly
-            attended = group.stack(output)  # of one chunk a view
-            found = layer_statistics(
-                own, keys, scaling, n_later=group.n_later, n_prefix=n_prefix,
-                tile=64 if on_cpu else 256,  # a CPU's cache holds the smaller tile
-                value=values if is_plain and not ends else None, out=attended,
-            )  # fmt: skip
-            if not is_plain and not ends:
-                # as many queries as keys, so that causal attention needs no mask
-                padded = pad(own, (0, 0, n_prefix, 0))
-                whole = model.attention(layer, padded, keys, values, scaling, mask, mask is None)
-                attended[:] = whole[:, :, n_prefix:]
-            if len(own) > 1:
-                output[:, group.of_pass] = group.flatten(attended.transpose(1, 2)).transpose(0, 1)
-            alpha[layer, group.of_pass] = group.flatten(found.alpha)
-            sustained[layer, group.of_pass] = group.flatten(found.sustained)
-        return None if ends else output[None]
+        keys = unrotate(key.transpose(0, 1), *rotation.of(layer))[:n_tokens]
+        encoder.take(layer, keys, value.transpose(0, 1)[:n_tokens])
+        local.take(layer, query)
+        return attention(layer, query, key, value, scaling)
 
     hidden = model.embed(ids)
     for layer in range(model.n_layers):
+        pause()
         hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
-
-    entries, key_range, largest = (list(each) for each in zip(*encoded, strict=True))
-    n_groups = sum(form.range_shape(length)[0] for length in lengths)
-    computed = (
-        torch.cat(entries).view(model.n_layers, n_tokens, -1),
-        torch.cat(key_range).view(model.n_layers, n_groups, *form.range_shape(0)[1:]),
-        local_query, alpha, sustained, torch.cat(of_middle),
-    )  # fmt: skip
+    entries, key_range, means = encoder.encoded()
+    computed = entries, key_range, local.means, attention.alpha, attention.sustained, means
     # From CUDA into pinned memory, one after the other; the host waits at the last.
     on_host = [each.to("cpu", non_blocking=True) for each in computed]
-    form.check(float(torch.stack(largest).max()))
+    form.check(float(torch.stack(encoder.largest).max()))
     return PrefilledChunks(chunks, fingerprint, on_host)
+
+
+def _runs(lengths: Sequence[int], fingerprint: Fingerprint) -> tuple[list[range], list[range]]:
+    """Rows of the local tokens of each chunk, and of each middle block of all chunks."""
+    local, middle = list[range](), list[range]()
+    for rows, length in zip(_slices(lengths), lengths, strict=True):
+        blocks = fingerprint.scheme.of(length)
+        local.append(range(rows.start + blocks.local_start, rows.stop))
+        spans = map(blocks.span, blocks.middle_blocks)
+        middle += [range(rows.start + start, rows.start + stop) for start, stop in spans]
+    return local, middle

@@ -28,15 +28,16 @@ from samkv_integrations.runtimes.transformers.papers.base import (
     SelectionInputs,
 )
 from samkv_integrations.runtimes.transformers.passes import blend
-from samkv_integrations.runtimes.transformers.passes.blend import Blend, PassPlan, plan_pass
+from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
-from samkv_integrations.runtimes.transformers.passes.loader import Context
+from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
 from samkv_integrations.runtimes.transformers.passes.method import (
     Check,
     Probe,
     kept_blocks,
     recomputed_tokens,
 )
+from samkv_integrations.runtimes.transformers.passes.pass_plan import PassPlan, plan_pass
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     CopiedEntries,
     DenseCache,
@@ -76,15 +77,15 @@ class PromptRun:
         is_global = work.method.positions == "global"
         cached_at = layout.context_positions if is_global else layout.prefilled_positions
         assert isinstance(work.caches.reader, HotChunks)
-        self.context = Context(
+        self.cached = CachedEntries(
             layout, work.caches.opened, work.caches.fingerprint, model.rotation(cached_at),
             work.caches.reader,
         )  # fmt: skip
         self._blend = Blend(
-            model=model, context=self.context, update=work.method.update,
-            rotation=model.rotation(torch.arange(layout.n_tokens)), weigh=work.method.attend,
+            model=model, cached=self.cached, method=work.method,
+            rotation=model.rotation(torch.arange(layout.n_tokens)),
             held=cast("LayerwiseEntries | None", work.held.entries),
-            is_exact=work.held.n_exact > work.held.n_tokens,
+            is_exact=work.held.n_exact > work.held.n_tokens, pause=observer.pause,
         )  # fmt: skip
 
     def plan(self, keep: Tensor, recompute: Tensor) -> PassPlan:
@@ -92,7 +93,7 @@ class PromptRun:
         method = self.work.method
         return plan_pass(
             self.model, self.layout, keep, recompute, n_held=self.work.held.n_tokens,
-            again=self.again, mixes=method.update is not None, weighs=method.attend is not None,
+            again=self.again, updates=method.update is not None, weighs=method.attend is not None,
         )  # fmt: skip
 
     def choose(self) -> _Choice:
@@ -102,7 +103,7 @@ class PromptRun:
             stable = (
                 _stable_layers(self.model, self.work.caches) if "statistics" in method.needs else ()
             )
-            inputs = self.context.inputs(method.needs, stable)
+            inputs = self.cached.inputs(method.needs, stable)
         scores = self._probe(method.select) if isinstance(method.select, BlockSelect) else None
         return self._chosen(scores, inputs)
 
@@ -117,7 +118,7 @@ class PromptRun:
             device=self.model.layer_devices[0],
         )  # fmt: skip
         with self.observer.stage("load"):
-            self.context.load(plan.blocks)
+            self.cached.load(plan.blocks)
         with self.observer.stage("probe"):
             replace(self._blend, observers=(probe,)).through_layers(plan)
             return probe.scores
@@ -142,11 +143,11 @@ class PromptRun:
                 later[first:] = chosen
                 return self.plan(choice.keep, later)
 
-            check = Check(recompute=part, layout=self.layout, context=self.context, replan=replan)
+            check = Check(recompute=part, layout=self.layout, cached=self.cached, replan=replan)
             observers = (*observers, check)
         with self.observer.stage("load"):
             # before the check layer has been computed, any kept entry may be needed
-            self.context.load(choice.plan.blocks if check is None else choice.keep)
+            self.cached.load(choice.plan.blocks if check is None else choice.keep)
         with self.observer.stage("blend"):
             logits = replace(
                 self._blend, cache=cache, prefix_to_fill=copied, observers=observers
@@ -159,7 +160,7 @@ class PromptRun:
         n_layers, n_tokens = model.n_layers, self.layout.n_tokens
         if isinstance(rule, SparseEviction):
             return SparseCache(
-                n_layers, self.context, rule, rule.budget(self.layout.n_context), work.capacity,
+                n_layers, self.cached, rule, rule.budget(self.layout.n_context), work.capacity,
                 work.method.attend, n_tokens=n_tokens, model=model,
             )  # fmt: skip
         return DenseCache(
@@ -172,7 +173,7 @@ class PromptRun:
 def run_prompt(model: LayeredModel, work: PromptPass, observer: Observer) -> Begun:
     """Compute a prompt's pass, see `Runtime.begin`."""
     run = PromptRun(model, work, observer)
-    with run.context:
+    with run.cached:
         choice = run.choose()
         cache = run.working_cache()
         copied = CopiedEntries(n_tokens=work.n_copied) if work.n_copied else None

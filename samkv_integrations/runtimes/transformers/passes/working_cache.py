@@ -33,7 +33,7 @@ from samkv_integrations.runtimes.transformers.model.attention import (
 )
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.papers.base import ContextAttention
-from samkv_integrations.runtimes.transformers.passes.loader import Context
+from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
 
 
 class LayerwiseEntries(Protocol):
@@ -78,31 +78,42 @@ class CopiedEntries(LayerwiseEntries):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextSlots:
+    """Which of a layer's entries are of context tokens with a cache.
+
+    tokens: (n,) these context tokens; slots: (n,) places of their entries.
+    changed: (d,) those of the n whose entry differs from the stored one.
+    other_slots: places of all other entries.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    changed: Tensor
+    other_slots: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerEntries:
     """The KV entries that a pass leaves at a layer, in prompt order.
 
     keys, values: (S + room, G, D), rotated, see `room_for`; the first S are the prompt's.
-    is_context: (S,) bool, entries of context tokens with a cache.
-    context: (n,) these context tokens.
-    context_slots, other_slots: places among the S entries of the context tokens and of the others.
-    changed: (d,) those of the n context tokens that differ from their stored entry.
-    queries: (H, R, D), rotated, of computed tokens that stay; query_slots: (R,) their places, CPU.
-    window: of the layer, see `Model.windows`. at: (S,) positions, CPU, if there is a window.
+    n_entries: S. is_context: (S,) bool, entries of context tokens with a cache; context: the same,
+        by slot.
+    queries: (H, R, D), rotated, of computed tokens that stay; query_slots: (R,) theirs, CPU.
+    scaling: of the layer's attention.
+    window: of the layer, see `Model.windows`. positions: (S,) CPU, if there is a window.
     """
 
     keys: Tensor
     values: Tensor
     n_entries: int
     is_context: Tensor
-    context: Tensor
-    context_slots: Tensor
-    changed: Tensor
-    other_slots: Tensor
+    context: ContextSlots
     queries: Tensor
     query_slots: Tensor
     scaling: float
     window: int | None = None
-    at: Tensor | None = None
+    positions: Tensor | None = None
 
     @property
     def seen(self) -> Seen:
@@ -272,8 +283,9 @@ class DenseCache(WorkingCache, LayerwiseEntries):
             of_context[:n_entries] = entries.is_context
             self.context[layer] = of_context[:, None, None].repeat(1, entries.keys.shape[1], 1)
         most = self._n_tokens + self._capacity
-        if entries.at is not None and entries.window is not None and entries.window < most:
-            self._trim(layer, entries.at, entries.window)
+        positions, window = entries.positions, entries.window
+        if positions is not None and window is not None and window < most:
+            self._trim(layer, positions, window)
         elif self._keepers:
             slots, n_kv_heads = self._keepers[layer].prompt(entries.seen), entries.keys.shape[1]
             if slots is not None and slots.shape[1:] != (n_kv_heads,):
@@ -408,7 +420,7 @@ class SparseCache(WorkingCache):
     which all layers share.
 
     Args:
-        context: gives the entries of a layer when that layer is taken.
+        cached: gives the entries of a layer when that layer is taken.
         rule: chooses what a step attends to. budget: context tokens that it attends to at most.
         capacity: tokens that the answer may add.
         weigh: the method's own attention in a step, None for the model's.
@@ -420,7 +432,7 @@ class SparseCache(WorkingCache):
     def __init__(
         self,
         n_layers: int,
-        context: Context,
+        cached: CachedEntries,
         rule: SparseEviction,
         budget: int,
         capacity: int,
@@ -432,7 +444,7 @@ class SparseCache(WorkingCache):
         self._near = DenseCache(n_layers, capacity, n_tokens=n_tokens, weigh=weigh, model=model)
         self._is_near = [False] * n_layers
         self._most, self._model = n_tokens + capacity, model
-        self._n_layers, self._stored = n_layers, context
+        self._n_layers, self._cached = n_layers, cached
         self._rule, self._budget, self._capacity, self._weigh = rule, budget, capacity, weigh
         self._context: list[Entries | None] = [None] * n_layers
         self._choosers: list[Chooser | None] = [None] * n_layers  # None to attend to everything
@@ -474,23 +486,22 @@ class SparseCache(WorkingCache):
             self.prompt_bytes = self.kv_bytes
 
     def _take(self, layer: int, entries: LayerEntries) -> None:
-        others = entries.other_slots
+        of_context, others = entries.context, entries.context.other_slots
         room = (0, 0, 0, 0, 0, self._capacity)
         self._keys[layer] = pad(entries.keys.index_select(0, others), room)
         self._values[layer] = pad(entries.values.index_select(0, others), room)
         self._lengths[layer] = len(others)
-        if len(entries.context):
-            computed = entries.context_slots[entries.changed]
-            self._context[layer] = self._stored.entries(layer, entries.context).with_computed(
-                entries.changed,
+        if len(of_context.tokens):
+            computed = of_context.slots[of_context.changed]
+            self._context[layer] = self._cached.entries(layer, of_context.tokens).with_computed(
+                of_context.changed,
                 entries.keys.index_select(0, computed),
                 entries.values.index_select(0, computed),
             )
-            of_context = entries.values.index_select(0, entries.context_slots)
-            self._mean_value[layer] = of_context.mean(0, keepdim=True)
-        if len(entries.context) > self._budget:
-            slots = entries.context_slots
-            self._choosers[layer] = self._rule.chooser(self._budget, entries.seen, slots)
+            values = entries.values.index_select(0, of_context.slots)
+            self._mean_value[layer] = values.mean(0, keepdim=True)
+        if len(of_context.tokens) > self._budget:
+            self._choosers[layer] = self._rule.chooser(self._budget, entries.seen, of_context.slots)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
