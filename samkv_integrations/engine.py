@@ -93,7 +93,10 @@ class Engine:
         self.eviction: str | Eviction | None = given["eviction"]
         self.prefix = prefix_ids(model, given["prefix"], given["prefix_text"])
         self.prefix_bytes, self.hot_bytes = given["prefix_bytes"], given["hot_bytes"]
-        self.sequences = KeptSequences[FirstEntries](kept_budget(model, self.prefix_bytes))
+        self.sequences = KeptSequences[FirstEntries](
+            kept_budget(model, self.prefix_bytes),
+            lambda entries, n_tokens: entries.most_within(n_tokens),
+        )
         self._announced = RecentKeys()
         self.scheduler = Scheduler.of(model, scheduler)
         self.listeners: list[Listener] = [log_answer, collect_answer, trace_answer]

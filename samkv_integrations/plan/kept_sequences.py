@@ -41,7 +41,6 @@ class KeptSequence(Generic[Entries]):
         asked. Entries there depend on that question.
     entries: as the engine holds them; n_bytes: their size.
     turns: of each prompt, where its own tokens begin: behind the answer before.
-    most_within: see `FirstEntries.most_within`; any beginning can be taken by default.
     """
 
     made_by: str
@@ -54,7 +53,6 @@ class KeptSequence(Generic[Entries]):
     entries: Entries
     n_bytes: int
     turns: tuple[int, ...] = ()
-    most_within: Callable[[int], int] = int
 
     def covers(self, other: KeptSequence[Entries]) -> bool:
         """Whether it serves every prompt that ``other`` serves, but for its last few tokens."""
@@ -131,11 +129,14 @@ def common(one: Ids, other: Ids) -> int:
 class KeptSequences(Generic[Entries]):
     """The latest sequences; the least recently used make room. Thread-safe.
 
-    max_bytes: of all together; 0 for none.
+    max_bytes: of all together; 0 for none. most_within: the longest beginning of entries, of at
+    most so many tokens, that a prompt can go on from; by default any.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(
+        self, max_bytes: int, most_within: Callable[[Entries, int], int] = lambda _, n: n
+    ) -> None:
+        self.max_bytes, self._most_within = max_bytes, most_within
         self._sequences: list[KeptSequence[Entries]] = []  # the most recently used one last
         self._lock = threading.Lock()
         self._has_warned = False
@@ -173,7 +174,7 @@ class KeptSequences(Generic[Entries]):
                     continue
                 n_tokens, is_follow_up = usable(each, wanted)
                 n_tokens = min(n_tokens, len(wanted.token_ids) - 1)  # the last gives the logits
-                n_tokens = each.most_within(n_tokens)
+                n_tokens = self._most_within(each.entries, n_tokens)
                 is_follow_up = is_follow_up and each.n_prompts_in(n_tokens) > 0
                 # what others have asked takes no conversation's place, however much it shares
                 is_own = is_follow_up and each.way == wanted.way

@@ -104,7 +104,6 @@ def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntri
             token_ids=request.token_ids[:n_copied], n_exact=n_copied,
             from_cache=np.zeros(n_copied, np.bool_), prompts=(), turns=(),
             entries=begun.copied, n_bytes=begun.copied.n_bytes,
-            most_within=begun.copied.most_within,
         )  # fmt: skip
         request.keep(beginning)
     if (entries := begun.sequence.entries) is None:
@@ -112,7 +111,7 @@ def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntri
     whole = kept(
         token_ids=request.token_ids, n_exact=remains.n_exact,
         from_cache=_from_cache(plan, begun), prompts=remains.prompts, turns=remains.turns,
-        entries=entries, n_bytes=entries.n_bytes, most_within=entries.most_within,
+        entries=entries, n_bytes=entries.n_bytes,
     )  # fmt: skip
     return whole if len(work.held.again) or request.keep(whole) else None
 

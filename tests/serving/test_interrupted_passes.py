@@ -42,7 +42,7 @@ class Passes:
     """What happens inside passes, which are interrupted before each layer.
 
     events: the layer of a pass, or ``step``, ``first`` or ``encode``, in their order.
-    on_layer: called in a pass of several tokens, before the pause behind it. on_step: before a step.
+    on_layer: called in a pass of several tokens, before the pause behind it. on_step: before each.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
