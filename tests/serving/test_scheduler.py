@@ -584,7 +584,7 @@ def test_it_starts_when_there_is_something_to_do_and_ends_with_the_engine(
 ) -> None:
     model = tiny_model("llama")
     engine = Engine(model, block_size=8)
-    assert model_threads() == others
+    assert not set(model_threads()) - set(others)  # of which some may end meanwhile
     engine.generate("Hello", max_new_tokens=2)
     (thread,) = set(model_threads()) - set(others)
     engine.scheduler.run(lambda _: None)  # it holds nothing of the answer any more
