@@ -193,3 +193,20 @@ def test_nor_what_it_computes_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> N
     assert engine.store.fingerprints() == []
     report = engine.generate(PROMPT, TEXTS, on_miss="compute", max_new_tokens=1).report
     assert report.computed_now == 3 and engine.store.fingerprints() == [engine.fingerprint]
+
+
+def test_entries_of_a_prefix_go_with_the_model_that_computed_them() -> None:
+    """It changed after its fingerprint was taken, and changed back."""
+    engine = engine_of(hf_model("llama"))
+    weight = engine.model.hf.model.layers[0].self_attn.k_proj.weight
+    before, chunks = weight.detach().clone(), engine.chunks
+    made_by, found = chunks.follow_model(), chunks.refer(TEXTS)
+    in_one_value(engine.model.hf)
+    engine.scheduler.run(lambda pause: chunks.model.prefill(found, made_by, chunks.prefix, pause))
+    with torch.no_grad():
+        weight.copy_(before)
+    engine.cache_chunks(TEXTS)
+    assert engine.fingerprint == made_by and chunks.prefix
+    fresh = engine_of(hf_model("llama"))
+    fresh.cache_chunks(TEXTS)
+    assert torch.equal(logits(engine), logits(fresh))
