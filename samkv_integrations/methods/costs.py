@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samkv_integrations.methods import Method
+from samkv_integrations.methods.base import Method
 from samkv_integrations.prompt.layout import Layout
 
 MARGIN = 0.95
