@@ -174,8 +174,8 @@ class KeptSequences(Generic[Entries]):
                     continue
                 n_tokens, is_follow_up = usable(each, wanted)
                 n_tokens = min(n_tokens, len(wanted.token_ids) - 1)  # the last gives the logits
-                n_tokens = self._most_within(each.entries, n_tokens)
-                is_follow_up = is_follow_up and each.n_prompts_in(n_tokens) > 0
+                if (n_most := self._most_within(each.entries, n_tokens)) < n_tokens:
+                    n_tokens, is_follow_up = n_most, each.n_prompts_in(n_most) > 0
                 # what others have asked takes no conversation's place, however much it shares
                 is_own = is_follow_up and each.way == wanted.way
                 rank = (is_own, is_follow_up, n_tokens) if prefers_own else (False, False, n_tokens)

@@ -43,9 +43,9 @@ def counting(model: Model) -> Iterator[list[int]]:
     """Tokens times layers that the model computes meanwhile, as a list of one number."""
     counted, layer = [0], model.layer
 
-    def count(index: int, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def count(index: int, hidden: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         counted[0] += hidden.shape[0] * hidden.shape[1]
-        return layer(index, hidden, *rest)
+        return layer(index, hidden, *rest, **options)
 
     model.layer = count  # type: ignore[method-assign]
     try:
