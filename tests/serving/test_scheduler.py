@@ -421,12 +421,12 @@ def test_a_first_pass_ends_where_its_reader_leaves(
     task: asyncio.Task[object]
     layer = Model.layer
 
-    def left_at_the_second(self: Model, index: int, *given: object) -> torch.Tensor:
+    def left_at_the_second(self: Model, index: int, *given: Any, **options: Any) -> torch.Tensor:
         n_layers.append(index)
         if len(n_layers) == 2:
             loop.call_soon_threadsafe(task.cancel)
             assert left.wait(PATIENCE_S)
-        return layer(self, index, *given)
+        return layer(self, index, *given, **options)
 
     left = threading.Event()
 
