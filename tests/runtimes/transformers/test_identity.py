@@ -139,9 +139,7 @@ class TestAllOfTheState:
         assert digests(with_extra_state(torch.ones(1, 3)))[0] != found[0]
 
     def test_what_has_no_digest_is_refused(self) -> None:
-        with pytest.raises(
-            UnsupportedModel, match="up_proj._extra_state.* is a object, whose numbers"
-        ):
+        with pytest.raises(UnsupportedModel, match="up_proj._extra_state.* is a object, whose"):
             digests(with_extra_state(object()))
 
     def test_weights_of_a_class_of_their_own_are_refused(self) -> None:
