@@ -39,7 +39,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the module of a name when it is asked for: a link comes with the engine's modules."""
+    """Import a name's module at the name's first use, because a link imports the engine."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -27,7 +27,7 @@ KEY_FIELD = "samkv_key"
 """The metadata field of a record that holds the key of its chunk cache."""
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,510}[a-zA-Z0-9]")
-"""Names that Chroma allows. Its own error message quotes a schema."""
+"""Names that Chroma allows. They are checked here because Chroma's own error quotes a schema."""
 
 _NO_ACCESS = (
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
@@ -36,7 +36,7 @@ _NO_ACCESS = (
 _log = logging.getLogger(__name__)
 
 ASKING_S = 120
-"""Seconds for a process that asks the collections of a server, of which it loads all vectors."""
+"""Most seconds of the process of `Database.check`, which loads all vectors of the collections."""
 
 _ASK = """
 import sys
@@ -56,9 +56,9 @@ for name in sys.argv[2:]:
 def open_collection(path: str | os.PathLike[str], name: str, create: bool) -> Collection:
     """The collection called ``name`` of the Chroma database in folder ``path``.
 
-    Chroma sends no telemetry and gets no embedding function, because embeddings are always given
-    to it. Chroma refuses a process that also opens the folder with other settings, such as those of
-    a ``chromadb.PersistentClient`` of its own.
+    Chroma sends no telemetry. It gets no embedding function, because it always gets embeddings.
+    Chroma raises if the process has opened the folder with other settings, such as those of a
+    ``chromadb.PersistentClient`` of its own.
 
     create: whether to make the folder and the collection if they are missing.
 
@@ -78,7 +78,7 @@ def connect_collection(
     ssl: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Collection:
-    """The collection called ``name`` of a Chroma server, as `open_collection` gives one.
+    """The collection called ``name`` of a Chroma server, with the settings of `open_collection`.
 
     Several processes may share a server (``chroma run``), but not a database folder. The chunk
     caches are in a folder that this process can reach, not on the server.
@@ -97,7 +97,7 @@ class Database:
         folder: where the database is, unless it is on a server.
         server: ``http://HOST:PORT`` or ``https://HOST:PORT``; None for the folder.
 
-    Raises InvalidOption if ``server`` is no such address.
+    Raises InvalidOption if ``server`` has another form.
     """
 
     def __init__(self, folder: Path, server: str | None = None) -> None:
@@ -118,12 +118,12 @@ class Database:
             return sorted(collection.name for collection in client.list_collections())
 
     def check(self, names: Sequence[str]) -> None:
-        """Ask each of these collections once, in a process of its own.
+        """Query each of these collections once, in a process of its own.
 
-        Damaged files of vectors end the process that reads them. Nothing is asked where there are
-        none: Chroma writes them from 1000 records on, and those of a server are its own.
+        A process that reads damaged files of vectors crashes. Collections without such files are
+        skipped: Chroma writes the files from 1000 records on, and a server has its own.
 
-        Raises InvalidOption if a collection cannot be asked.
+        Raises InvalidOption if a query fails.
         """
         if not names or self._server or not any(self._folder.glob("*/")):
             return
@@ -134,16 +134,16 @@ class Database:
                 command, env=os.environ | paths, capture_output=True, timeout=ASKING_S, check=False
             )
         except subprocess.TimeoutExpired:
-            _log.warning("%s was not asked to its end within %s s", self._folder, ASKING_S)
+            _log.warning("the check of %s did not end within %s s", self._folder, ASKING_S)
             return
         if done.returncode:
             why = _last_line(done.stderr)
             if done.returncode < 0:
                 why = signal.Signals(-done.returncode).name
             raise InvalidOption(
-                f"collection {_last_line(done.stdout)!r} in {self._folder} cannot be asked; the "
+                f"collection {_last_line(done.stdout)!r} in {self._folder} cannot be queried; the "
                 f"process that tried ended with: {why}; restore that folder from a copy, or delete "
-                "it and ingest its documents again, whose chunk caches are kept"
+                "it and ingest its documents again (their chunk caches are kept)"
             )
 
     @cached_property
@@ -182,7 +182,7 @@ def client_of_server(
 
 
 def _settings() -> Settings:
-    """Without telemetry. Raises MissingExtra if Chroma is not installed."""
+    """Chroma's settings, without telemetry. Raises MissingExtra if Chroma is not installed."""
     try:
         import chromadb.config
     except ImportError as error:
@@ -206,7 +206,7 @@ def _collection(client: ClientAPI, name: str, create: bool) -> Collection:
 
 def _address(server: str) -> tuple[str, int, bool]:
     """Host, port, and whether the server speaks TLS."""
-    with suppress(ValueError):  # of a port that is no number
+    with suppress(ValueError):  # the port may not be a number
         parts = urlsplit(server)
         has_more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
         if parts.scheme in ("http", "https") and parts.hostname and parts.port and not has_more:
@@ -218,16 +218,16 @@ def check_name(name: str) -> None:
     """Raises InvalidOption if Chroma does not allow ``name`` for a collection."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidOption(
-            f"collection name {name!r}; give 3 to 512 letters (a to z), digits, '.', '_' and '-', "
-            "that begin and end with a letter or a digit"
+            f"collection name {name!r}; it must have 3 to 512 letters (a to z), digits, '.', '_' "
+            "and '-', and begin and end with a letter or a digit"
         )
 
 
 @contextmanager
 def chroma_errors(what: str) -> Iterator[None]:
-    """Turns errors of Chroma and of the connection to its server into InvalidOption.
+    """Inside this block, errors of Chroma and of its connection become InvalidOption.
 
-    So are panics of its Rust code, which are no ``Exception``.
+    So do panics of its Rust code, which are not subclasses of ``Exception``.
     """
     from chromadb.errors import ChromaError
     from httpx import TransportError
@@ -235,11 +235,11 @@ def chroma_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # which nothing exports
+        is_panic = type(error).__name__ == "PanicException"  # no module exports the class
         of_chroma = (ChromaError, TransportError, ValueError, TypeError)
         if isinstance(error, SamkvError) or not (is_panic or isinstance(error, of_chroma)):
             raise
         of_sqlite = re.search(r"\(code: (\d+)\)", str(error))
         is_refused = bool(of_sqlite and int(of_sqlite[1]) & 0xFF in _NO_ACCESS)
-        remedy = "; make room or allow access: Chroma writes even to be asked" * is_refused
+        remedy = "; make room or allow access, because Chroma writes even for a query" * is_refused
         raise InvalidOption(f"{what}: {error}{remedy}") from error

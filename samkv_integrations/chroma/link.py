@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from samkv_integrations.engine import Engine
 
 _SAMPLE = 16
-"""Records that `ChromaLink.adopt` checks to see whether a collection has caches."""
+"""Records of which `ChromaLink.adopt` checks whether they have caches."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class ChromaLink:
         engine: caches the chunks.
 
     Raises:
-        InvalidOption: ``collection`` is no collection of a synchronous client; or the store of
-            ``engine`` lies in the database's folder, where Chroma may delete files; or the caches
-            belong to another database.
+        InvalidOption: ``collection`` is not of a synchronous client; or the store of ``engine``
+            lies in the database's folder, where Chroma may delete files; or the caches belong to
+            another database.
         StoreError: the note that names the caches' database is damaged.
     """
 
@@ -100,11 +100,11 @@ class ChromaLink:
 
         Caches of replaced records are released. After an interruption the same call computes only
         what is missing. A cache is verified as a whole, unless this process has just made it or the
-        record already names it: then the file need only exist.
+        record already names it: in these cases its file need only exist.
 
-        without_cache: ids of records whose text is no chunk, such as the text of an image.
+        without_cache: ids of records whose text must not be cached, such as the text of an image.
         build_missing: whether to compute missing caches. Give False after other processes have
-            computed them: then no cache is read here, and evicted ones are not computed again.
+            computed them: then this process reads no cache, and computes no evicted one again.
 
         Raises:
             InvalidOption: lengths differ, an id occurs twice, an embedding has another size than
@@ -118,7 +118,7 @@ class ChromaLink:
         # Everything is checked before anything is computed or written.
         places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
         named = chunks.agree(chunks.refer([texts[place] for place in places], must_fit=True))
-        found: list[ChunkRef | None] = [None] * len(ids)  # of each record
+        found: list[ChunkRef | None] = [None] * len(ids)  # one for each record
         for place, ref in zip(places, named, strict=True):
             is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
             is_trusted = chunks.take_prepared(ref) or is_named or not build_missing
@@ -130,7 +130,7 @@ class ChromaLink:
         replaced: set[str] = set()
         computed: set[str] = set()
         with progress_bar(refs, is_shown=progress) as bar:
-            # Page by page, so that no cache lacks its record longer than the grace of `sync`.
+            # Page by page, so that each cache gets its record within the grace of `sync`.
             for part in self._records.slices(len(ids)):
                 page = [ref for ref in found[part] if ref and ref.key not in computed]
                 if build_missing:
@@ -141,7 +141,7 @@ class ChromaLink:
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
         n_released = self._release(replaced)
-        # Nothing was evicted if nothing was missing.
+        # If no cache was missing, none was evicted.
         made = {ref.key for ref in refs} if missed else set()
         return IngestResult(
             n_records=len(ids),
@@ -165,10 +165,10 @@ class ChromaLink:
         if len({len(ids), len(texts), len(embeddings), len(rows)}) > 1:
             raise InvalidOption(
                 f"{len(ids)} ids, {len(texts)} texts, {len(embeddings)} embeddings and {len(rows)} "
-                "metadatas; give one of each a record"
+                "metadatas; give one of each for every record"
             )
         if twice := [id_ for id_, count in Counter(ids).items() if count > 1]:
-            raise InvalidOption(f"id {twice[0]!r} occurs twice; every record needs its own")
+            raise InvalidOption(f"id {twice[0]!r} occurs twice; give every record its own")
         self._records.check_sizes(embeddings)
         return rows
 
@@ -181,10 +181,10 @@ class ChromaLink:
 
         Raises:
             InvalidOption: neither is given (see `clear`), or Chroma refuses one of them.
-            StoreError: the caches cannot be deleted. The records are still there, unless the error
-                says that they are gone.
+            StoreError: the caches cannot be deleted. The records still exist, unless the error says
+                that they were deleted.
         """
-        if isinstance(ids, str):  # its letters may be ids too
+        if isinstance(ids, str):  # each of its characters would count as an id
             raise InvalidOption(f"ids={ids!r:.60} is one id; give a list of ids")
         if not ids and (ids is not None or not where):
             raise InvalidOption(
@@ -212,18 +212,18 @@ class ChromaLink:
         return self._release(keys)
 
     def _check_release(self, keys: set[str]) -> None:
-        """Before records are deleted: raises StoreError if their caches could not be."""
+        """Raises StoreError, before records are deleted, if their caches could not be."""
         if keys:
             store = self.engine.store
             store.check_delete(*store.same_texts(*keys))
 
     def _release(self, keys: set[str]) -> int:
-        """`release` after the records have changed, when calling again would not find the keys."""
+        """`release` after records have changed: a second `delete` would not find the keys."""
         try:
             return self.release(keys)
         except StoreError as error:
             raise StoreError(
-                f"the records were deleted or replaced, but some of their caches were not ({error})"
+                f"the records were deleted or replaced, but some of their caches remain ({error})"
                 "; delete these with kv_link.sync(grace_s=0), or 'samkv store sync --grace 0'"
             ) from error
 
@@ -245,7 +245,7 @@ class ChromaLink:
         return self.engine.delete(unreferenced, is_final=False)
 
     def _unreferenced(self, keys: set[str]) -> set[str]:
-        """Those of ``keys`` that no record of any collection names."""
+        """The ``keys`` that no record of any collection references."""
         left = set(keys)
         for collection in self._records.collections() if left else ():
             asked = sorted(left)
@@ -259,7 +259,7 @@ class ChromaLink:
     def adopt(self, *, cache_existing: bool) -> None:
         """Cache all existing records as `sync` does, or warn if a few of them have no caches.
 
-        They have none if another vector store or another model has made them.
+        Records have no caches if they were written with another vector store or another model.
         """
         if cache_existing:
             self.sync(prune=False, progress=True)
@@ -271,8 +271,8 @@ class ChromaLink:
         if not fit or any(ref.state == "cached" for ref in chunks.look_up(fit, "exists")):
             return
         _log.warning(
-            "the records of collection %r that were looked at have no chunk cache in %s (namespace "
-            "%r, model %r): prompts find nothing of them. Next step: give cache_existing=True, or "
+            "the records of collection %r that were checked have no chunk cache in %s (namespace "
+            "%r, model %r): prompts reuse none of them. Next step: give cache_existing=True, or "
             "call kv_link.sync(), or run 'samkv store sync'",
             self.collection.name, store.where,
             store.namespace, self.engine.model.name,
@@ -294,9 +294,9 @@ class ChromaLink:
 
         build_missing: whether to compute missing caches.
         prune: whether to delete unreferenced chunks: caches and texts of this store's namespace, of
-            whatever model, whose text is in no collection of this database.
-        grace_s: age in seconds up to which unreferenced caches are kept, because their records may
-            be about to be written.
+            any model, whose text is in no collection of this database.
+        grace_s: age in seconds up to which unreferenced caches are kept, because another process
+            may be about to write their records.
         progress: whether to show a progress bar on standard error.
 
         Raises:
@@ -313,7 +313,7 @@ class ChromaLink:
         # read fails below, if there is anything to write.
         with suppress(StoreError):
             self.engine.store.reconcile()
-        # All ids at once. With pages by number a deletion meanwhile would hide a record.
+        # All ids at once: with numbered pages, a deletion meanwhile would hide a record.
         ids = self._records.ids(None)
         desc = f"syncing {self.collection.name}"
         with tqdm(total=len(ids), desc=desc, disable=not progress) as bar:
@@ -365,8 +365,8 @@ class ChromaLink:
     def _prune(self, referenced: set[str], grace_s: float, done: dict[str, int]) -> None:
         """Delete chunks that are older than the grace and whose text no record has."""
         if not grace_s:
-            self.engine.delete(())  # what waits in memory for its text to be added again
-        self._owner.claim()  # another database may have claimed the caches since the link was made
+            self.engine.delete(())  # caches that are in memory in case their text is added again
+        self._owner.claim()  # raises if another database has claimed the caches
         store, models = self.engine.store, self.engine.store.fingerprints()
         for collection in self._records.collections():
             if collection.id != self.collection.id:
@@ -381,12 +381,12 @@ class ChromaLink:
             ages = [store.age_s(key, made_by) for made_by in models]
             if any(age_s is not None and age_s < grace_s for age_s in ages):
                 done["n_in_grace"] += 1
-            else:  # old, or a text without a cache
+            else:  # old caches, and texts without a cache
                 doomed.append(key)
         bytes_before = store.stats().bytes
         for part in self._records.slices(len(doomed)):
             done["n_pruned"] += self.engine.delete(doomed[part])
-        if doomed:  # not below 0: another process may have added more than was deleted
+        if doomed:  # at least 0: another process may have added more than was deleted
             done["bytes_freed"] = max(0, bytes_before - store.stats().bytes)
 
     def _keys_of_texts(self, collection: Collection) -> set[str]:
@@ -425,7 +425,7 @@ class ChromaLink:
         assert documents and metadatas and distances  # they were asked for
         rows = list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
         for id_ in [id_ for id_, text, _, _ in rows if text is None][:1]:
-            # Chroma keeps an index for each process, and one set of records for all processes.
+            # Each process has an index of its own; all processes share the records.
             _log.warning(
                 "record %r of collection %r has no text and is left out; add it again with one, or "
                 "start this process again if another one has deleted it", id_, name,
@@ -447,5 +447,5 @@ def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:
     try:
         return link.query(embedding, k)
     except InvalidOption:
-        Records(link.collection).check_sizes([embedding])  # says what fits, if it is that
+        Records(link.collection).check_sizes([embedding])  # names both sizes if they differ
         raise

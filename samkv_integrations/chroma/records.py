@@ -28,8 +28,8 @@ class IngestResult:
 
     n_cached: chunks that were computed. n_hit: records whose chunk was cached before the
         call.
-    n_evicted: chunks of this call that were evicted again before its end, for want of room.
-    n_released: deleted caches of records that were replaced. bytes_on_disk: written.
+    n_evicted: chunks of this call that were evicted before its end, to make room.
+    n_released: deleted caches of records that were replaced. bytes_on_disk: bytes written.
     """
 
     n_records: int
@@ -47,9 +47,9 @@ class SyncResult:
 
     n_records: records of the collection. n_cached: chunks that were computed.
     n_linked: records whose key was missing or wrong, and was set.
-    n_skipped: records without a text, or with one that can be no chunk.
-    n_evicted: chunks whose cache was evicted for want of room. They are not computed again.
-    n_pruned, n_in_grace: unreferenced chunks that were deleted, and that are too young for that.
+    n_skipped: records without a text, or with a text that cannot be cached.
+    n_evicted: chunks whose cache was evicted to make room. They are not computed again.
+    n_pruned: unreferenced chunks that were deleted. n_in_grace: those that are too young for it.
     """
 
     n_records: int
@@ -74,20 +74,21 @@ class Retrieved:
 
     @property
     def source(self) -> str:
-        """The file that ``samkv ingest`` took it from; without one, the record's id."""
+        """The file that ``samkv ingest`` has read; the record's id for other records."""
         return str(self.metadata.get("source", self.id))
 
 
 PAGE_SIZE = 256
-"""Records of a page, if Chroma takes as many. An interruption loses at most one page of work.
+"""Most records of a page. An interruption loses at most one page of work.
 
-The chunks of a page are computed together. How they share passes shows in the caches' last bits."""
+The chunks of a page are computed together. Which chunks share a pass shows in the last bits of
+caches."""
 
 
 class Records:
     """Reads and writes the records of a collection. Errors of Chroma become InvalidOption.
 
-    Raises InvalidOption if ``collection`` is no collection of a synchronous client.
+    Raises InvalidOption if ``collection`` is not of a synchronous client.
     """
 
     def __init__(self, collection: Collection) -> None:
@@ -95,11 +96,11 @@ class Records:
 
         if not isinstance(collection, SyncCollection):
             raise InvalidOption(
-                f"{type(collection).__name__} is no Chroma collection; take one of "
+                f"collection is a {type(collection).__name__}; it must be a Chroma collection, of "
                 "open_collection, connect_collection or a synchronous chromadb client"
             )
         self.collection = collection
-        # Only the client knows the folder and the batch size, and it is not public.
+        # Only the client, which is private, knows the folder and the batch size.
         self._client = collection._client
 
     @property
@@ -150,7 +151,7 @@ class Records:
                     yield id_, str(row["source"])
 
     def keys(self, ids: Sequence[str] | None = None) -> set[str]:
-        """The keys in the metadata of records. ids: of which records; None for all."""
+        """The keys in the metadata of records. ids: those of the records; None for all."""
         pages = self.pages(self.ids(None) if ids is None else ids, ["metadatas"])
         return {key for found in pages for key in keys_in(found)}
 
@@ -158,14 +159,14 @@ class Records:
         self, ids: Sequence[str], include: list[str], where: Mapping[str, Any] | None = None,
         of: Collection | None = None,
     ) -> Iterator[GetResult]:  # fmt: skip
-        """The records with these ids, page by page; of: another collection."""
+        """The records with these ids, page by page. of: a collection; None for this one."""
         for part in self.slices(len(ids)):
             collection = of or self.collection
             yield self.read(collection, ids=list(ids[part]), where=where, include=include)
 
     def slices(self, n_records: int) -> Iterator[slice]:
-        """Slices of ``n_records`` records, each as much as Chroma reads or writes at once."""
-        with chroma_errors("Chroma does not say how much it takes at once"):
+        """Slices of ``n_records`` records, none larger than Chroma reads or writes at once."""
+        with chroma_errors("Chroma did not tell how many records it takes at once"):
             allowed = self._client.get_max_batch_size()  # -1 if a server does not say
         size = min(allowed, PAGE_SIZE) if allowed > 0 else PAGE_SIZE
         return (slice(at, at + size) for at in range(0, n_records, size))
@@ -193,7 +194,7 @@ class Records:
         where: Mapping[str, Any] | None = None,
         limit: int | None = None,
     ) -> GetResult:
-        """Some records of a collection. Another collection that was deleted meanwhile has none."""
+        """Some records of a collection; none for another collection that was deleted meanwhile."""
         from chromadb.errors import NotFoundError
 
         with chroma_errors(f"collection {collection.name!r} cannot be read"):
@@ -218,8 +219,8 @@ class Records:
         keys: Sequence[str | None],
     ) -> set[str]:
         """Write a page of records; returns the keys that only their former versions had."""
-        held = self.read(self.collection, ids=list(ids), include=["metadatas"])
-        old = dict(zip(held["ids"], held["metadatas"] or (), strict=True))
+        before = self.read(self.collection, ids=list(ids), include=["metadatas"])
+        old = dict(zip(before["ids"], before["metadatas"] or (), strict=True))
         # Chroma merges metadata into those of a known id; None removes a field.
         metadatas = [
             {**dict.fromkeys(old.get(id_) or ()), **(row or {}), KEY_FIELD: key}
@@ -235,7 +236,7 @@ class Records:
                 embeddings=list(embeddings),
                 metadatas=cast("list[Any]", metadatas),
             )
-        return keys_in(held) - set(keys)
+        return keys_in(before) - set(keys)
 
 
 def keys_in(found: GetResult) -> set[str]:
@@ -248,33 +249,33 @@ class Ownership:
     """The claim of a collection's database on the caches of a store's namespace.
 
     `ChromaLink.sync` deletes caches that no record of its database references. If two databases
-    kept caches in one folder and namespace, each would delete those of the other. So the store has
-    a note that names the database which came first, and another one is refused.
+    kept caches in one folder and namespace, each would delete the caches of the other. So a note in
+    the store names the first database, and all others are refused.
 
-    A database is recognised by the ids of its collections, so it may be moved or copied, or else by
-    its place. A database in memory writes no note, because it ends with its process.
+    A database is recognised by the ids of its collections, so that it may be moved or copied, or
+    else by its place. A database in memory writes no note, because it ends with its process.
     """
 
     def __init__(self, store: IndexedStore, records: Records) -> None:
         self._namespace, self._records, self._place = store.namespace, records, records.place
         name = hashlib.blake2b(store.namespace.encode(), digest_size=8).hexdigest()
         self._note = f"chroma-owner-{name}"
-        self._notes = notes = store.notes  # machines that share caches share the note as well
+        self._notes = notes = store.notes  # machines that share caches also share the note
         self._is_shared = store.remote_url is not None
         self._where, self._file = notes.where, notes.note_place(self._note)
         if self._is_shared and records.folder is not None:
-            self._place += f" on {socket.gethostname()}"  # machines have folders of the same name
+            self._place += f" on {socket.gethostname()}"  # folders may have the same name
 
     def claim(self) -> None:
         """Check that the caches belong to this database, and write that into the note.
 
-        Raises InvalidOption if they do not, StoreError if the note is damaged or not written.
+        Raises InvalidOption if they do not, StoreError if the note is damaged or cannot be written.
         """
         mine = str(self._records.collection.id)
         owner = self._read()
         if owner is None and self._place:
             self._put([mine], replace=False)
-            owner = self._read()  # of another process, if it was faster
+            owner = self._read()  # another process may have been faster
         if owner is None:
             return
         place, known = owner
@@ -286,7 +287,7 @@ class Ownership:
             self._put([*dict.fromkeys([*known, mine])], replace=True)
 
     def try_claim(self) -> None:
-        """Like `claim`, but a note that cannot be written is no error: a store may be read-only."""
+        """Like `claim`, but a failed write of the note is ignored: a store may be read-only."""
         try:
             self.claim()
         except _Damaged:
@@ -304,7 +305,7 @@ class Ownership:
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise _Damaged(
                 f"{self._file}, which names the database of the chunk caches, cannot be read, so "
-                "no cache is deleted; next step: delete it, and open that database before any other"
+                "no cache is deleted; delete the file, and open that database before any other"
             ) from error
 
     def _put(self, collections: list[str], *, replace: bool) -> None:
@@ -328,4 +329,4 @@ class Ownership:
 
 
 class _Damaged(StoreError):
-    """The note is there and cannot be understood."""
+    """The note exists, but cannot be read."""

@@ -34,17 +34,17 @@ _UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's copy o
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Shows an error of the user as one line, in place of a traceback or the usage."""
+    """Inside this block, a user's error is one line, in place of a traceback or the usage."""
     try:
         yield
     except SamkvError as error:
         said = " ".join(str(error).split())
-    except ModuleNotFoundError as error:  # of a module that needs a runtime
+    except ModuleNotFoundError as error:  # the runtime that a module needs is not installed
         if error.name not in ("torch", "transformers"):
             raise
         said = str(MissingExtra.of(error.name, "transformers"))
     except _UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help that it shows is no error
+        if type(error).__name__ == "NoArgsIsHelpError":  # this only shows the help
             raise
         command = error.ctx.command_path.split()[1:] if error.ctx else ()
         shown = " ".join(["samkv", *command, "--help"])
@@ -56,7 +56,7 @@ def _in_one_line() -> Iterator[None]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """Commands whose errors are lines."""
+    """Commands whose errors are one line each."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401
         with _in_one_line():
@@ -80,15 +80,15 @@ for command in (methods, doctor, ingest, remove, ask, inspect, serve, quickstart
 app.add_typer(store.app, name="store")
 
 
-# of malloc.h
+# constants of malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def keep_freed_memory() -> None:
-    """Have the tensors of a pass take the memory of the last one's; no effect without glibc.
+    """Let the tensors of a pass reuse the memory of the last pass; no effect without glibc.
 
-    All threads allocate as the main one, and up to 128 MiB stay when they are freed. Memory that
-    is returned to the system comes back as pages of zeros (docs/decisions.md has what that costs).
+    All threads allocate like the main thread, and up to 128 MiB of freed memory stay. Memory that
+    is returned to the system comes back as pages of zeros, which takes time (docs/decisions.md).
     """
     with suppress(AttributeError, OSError, TypeError):
         set_option = ctypes.CDLL(None).mallopt

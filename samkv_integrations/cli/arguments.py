@@ -57,7 +57,7 @@ class Command(typer.core.TyperCommand):
             raise
 
     def _as_flag(self, given: Given) -> str:
-        """An option with its value as this command takes it; as in Python if it has no such."""
+        """An option with its value, as a flag of this command; if it has none, as in Python."""
         name = _PARAMETERS.get(given.option, given.option)
         flags = {each.name: each.opts[0] for each in self.params if each.opts[0].startswith("--")}
         if name not in flags:
@@ -121,8 +121,8 @@ def _readable(kind: Any) -> Any:  # noqa: ANN401
 def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa: ANN401
     """The flag of a declared option.
 
-    names: the flag's, if not the option's. default: what takes the place of a flag that is not
-    given, if that is not the option's default.
+    names: names of the flag, if not the option's. default: the help's words for the default, if it
+    is not the option's.
     """
     option = declared(group)[name][1]
     default = default or (option.unset if option.default is None else "")
@@ -137,7 +137,7 @@ ModelName = Annotated[str, flag(ModelOptions, "model_name", "--model")]
 Device = Annotated[str, flag(ModelOptions, "device_map", "--device")]
 Dtype = Annotated[str, flag(ModelOptions, "dtype")]
 Weights = Annotated[option.Weights, flag(ModelOptions, "weights")]
-# absolute, because Chroma remembers a folder under the name by which it was opened
+# absolute, because Chroma remembers a folder by the name with which it was opened
 Folder = Annotated[
     Path,
     typer.Option("--dir", resolve_path=True, help="Folder of the collections and chunk caches."),

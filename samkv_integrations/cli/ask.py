@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from samkv_integrations.serving.stream import Answer
 
 TIMES = ("ttft", "answer")
-"""What is compared with full prefill: seconds to the first token, and to the last."""
+"""Times to compare with full prefill: seconds to the first token, and to the last."""
 
 
 def ask(
@@ -41,7 +41,7 @@ def ask(
             Given("method", answering.method),
             " and ",
             Given("compare", compare),
-            "; give one, as --compare names all methods",
+            "; give one, because --compare names all methods",
         )
     check_options(AnswerOptions, of_answers)
     check_options(EngineOptions, options)
@@ -56,7 +56,7 @@ def ask(
         engine.generate(prompt, texts, method=methods[0], max_new_tokens=1)
     found = list[Row]()
     for each in methods or [engine.method]:
-        if is_compared:  # so that none reuses the prefix of another
+        if is_compared:  # so that no method has a cached prefix of another
             engine.sequences.clear()
         answer = engine.generate(
             prompt, texts, **of_answers | {"method": each, "eviction": rule, "max_new_tokens": most}
@@ -146,7 +146,7 @@ def show(seen: Inspection, layer: int | None, out: Console) -> None:
     from samkv_integrations.lab.inspection import State
 
     looks = {
-        State.MISSED: ("black on red", "!", "!", "computed for want of a cache"),
+        State.MISSED: ("black on red", "!", "!", "computed, without a usable cache"),
         State.KEPT: ("green", "", "", "kept from its cache"),
         State.RECOMPUTED: ("black on yellow", "<", ">", "recomputed"),
         State.DROPPED: ("dim strike", "~", "~", "dropped"),

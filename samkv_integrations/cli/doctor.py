@@ -14,7 +14,7 @@ from samkv_integrations.option import check_options
 from samkv_integrations.options import ModelOptions
 
 CHECK_FAILED = 1
-"""Exit code if a model is not computed exactly."""
+"""Exit code if a check of exactness fails."""
 _KEPT = "Keep the measured times beside the caches here."
 
 
@@ -37,7 +37,7 @@ def doctor(
     from samkv_integrations.runtimes.transformers.loading import load_model
     from samkv_integrations.store.disk import ChunkStore
 
-    use_threads_for(model)  # times of another number of threads would not be found again
+    use_threads_for(model)  # costs are kept by number of threads
     loaded = load_model(model, device=device, dtype=dtype, weights=weights)
     store = None if folder is None else ChunkStore(folder / "kv")
     checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))

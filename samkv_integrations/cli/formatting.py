@@ -1,4 +1,4 @@
-"""Figures as text and as JSON, and what they were measured with."""
+"""Figures as text and as JSON, and the commit that they were measured with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ break, bidirectional overrides, and lone surrogates."""
 
 
 def visible(text: str) -> str:
-    """A text as a terminal may show it: documents, answers and file names are untrusted."""
+    """The text without characters of `UNSEEN`: documents, answers and file names are untrusted."""
     return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
@@ -41,7 +41,7 @@ def commit() -> str | None:
 def to_json(
     command: str, model: str | None, rows: Iterable[Row], more: Mapping[str, Any] | None = None
 ) -> str:
-    """The one object that ``--json`` writes, with `UNSEEN` escaped. more: other fields."""
+    """The object that ``--json`` writes, with `UNSEEN` escaped. more: further fields."""
     text = json.dumps(
         {
             "command": command,
@@ -68,7 +68,7 @@ def ratio(value: float | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things, such as ``1 chunk`` or ``2 chunks``. noun: what one of them is called."""
+    """A number of things, such as ``1 chunk`` or ``2 chunks``. noun: the singular."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -51,12 +51,12 @@ RemovedPaths = Annotated[
 ]
 _BUDGET = "Most bytes of all caches on disk from now on: 20GB."
 
-_LINK = "a symbolic link in a folder is not followed; name what it leads to"
+_LINK = "symbolic links in folders are not followed; name the target"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A file that is not ingested. is_failure: whether that is an error, and not by design."""
+    """A file that is not ingested. is_failure: whether this is an error, rather than by design."""
 
     path: Path
     why: str
@@ -67,7 +67,7 @@ class Skipped:
 class Found:
     """The documents that were found: real paths, sorted and distinct.
 
-    others: suffix -> number of files in folders whose type is not read.
+    others: suffix -> number of files in folders that have an unknown suffix.
     """
 
     files: Sequence[Path]
@@ -79,8 +79,8 @@ class Found:
 class Read:
     """The chunks of documents, as ids, texts and metadata of records.
 
-    An id is ``PATH#NUMBER``, the same in every ingest. sources: all documents that were read, also
-    those without text.
+    An id is ``PATH#NUMBER``, the same in every ingest. sources: all documents that were read, even
+    without text.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class OnRay:
-    """Where chunks are computed: in this process, or by workers on Ray."""
+    """The options that say where chunks are computed: in this process, or by workers on Ray."""
 
     on_ray: Annotated[
         bool,
@@ -117,7 +117,7 @@ class OnRay:
         """The workers; None without ``--ray``.
 
         Raises:
-            InvalidOption: an option has no effect without ``--ray``, or a wrong value.
+            InvalidOption: an option has a wrong value, or has no effect without ``--ray``.
             MissingExtra: Ray is not installed.
         """
         if self.on_ray:
@@ -186,12 +186,12 @@ def ingest(
         try:
             done = link.add(*records, progress=True)
         except KeyboardInterrupt:
-            said = "interrupted; what is cached stays, and the same command goes on"
+            said = "interrupted; caches made so far stay, and the same command continues"
             tables.console(stderr=True).print(said)
             remember(folder, engine.store, place, now)
             raise
     else:
-        with redirect_stdout(sys.stderr):  # where Ray writes what a worker that ends has written
+        with redirect_stdout(sys.stderr):  # Ray prints the output of a worker that ends
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
@@ -212,7 +212,7 @@ def ingest(
     if was not in (None, now) and link.collection.count() > len(read.ids):
         notes.append(
             f"the other documents of {collection!r} have caches of other settings, which "
-            "'samkv ask' uses no more; 'samkv store sync' makes them anew"
+            "'samkv ask' cannot use; 'samkv store sync' computes them again"
         )
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
@@ -235,8 +235,8 @@ def ingest(
         lines.append(f"{count(done.n_released, 'replaced cache')} deleted")
     if done.n_evicted:
         lines.append(
-            f"{done.n_evicted} of these chunks were evicted again, for want of room; 'samkv "
-            "store budget' gives more"
+            f"{done.n_evicted} of these chunks were evicted to make room; raise the limit with "
+            "'samkv store budget'"
         )
     rows = [row | ({"failed": failed} if pool else {})]
     tables.report("ingest", model, rows, *lines, as_json=as_json)
@@ -249,8 +249,8 @@ def _delete_outdated(link: ChromaLink, read: Read) -> None:
     from samkv_integrations.chroma.records import Records
 
     where: Any = {"source": {"$in": read.sources}}
-    held = Records(link.collection).ids(where)
-    if outdated := sorted(set(held) - set(read.ids)):
+    present = Records(link.collection).ids(where)
+    if outdated := sorted(set(present) - set(read.ids)):
         link.delete(ids=outdated)
 
 
@@ -287,7 +287,7 @@ def remove(
             ids.append(id_)
     if not ids:
         raise EmptyInput(
-            f"no record of collection {collection!r} is of {', '.join(map(str, paths))}; name "
+            f"collection {collection!r} has no record of {', '.join(map(str, paths))}; name "
             "files or folders that 'samkv ingest' has read into it"
         )
     n_chunks = ChromaLink(opened, cast("Engine", _StoreAlone(store))).delete(ids)
@@ -313,7 +313,7 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
     leave_out: a folder to ignore.
 
     Raises:
-        InvalidOption: a path is no regular file.
+        InvalidOption: a path is not a regular file or a folder.
         EmptyInput: there is no document.
     """
     found, skipped, others = set[Path](), list[Skipped](), Counter[str]()
@@ -336,9 +336,9 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
             elif kind not in SUFFIXES:
                 others[kind or file.name] += 1
             elif not file.is_file() and is_named:
-                raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
+                raise InvalidOption(f"{path} must be a regular file; give a file with the text")
             elif not file.is_file():
-                skip(file, "it is no regular file")
+                skip(file, "it is not a regular file")
             elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # ids of records are text
                 skip(file, "its name is not UTF-8", is_failure=True)
             else:
@@ -400,7 +400,7 @@ def read_chunks(files: Sequence[Path], model: Runtime, chunk_size: int) -> Read:
     if not read.sources:
         first = read.skipped[0]
         raise InvalidOption(
-            f"of {count(len(files), 'document')} none can be read; {first.path}: {first.why}"
+            f"none of {count(len(files), 'document')} can be read; {first.path}: {first.why}"
         )
     return read
 
@@ -423,7 +423,7 @@ def split(body: str, suffix: str, model: Runtime, chunk_size: int) -> list[str]:
     except ImportError as error:
         raise MissingExtra.of("semantic-text-splitter", "chroma") from error
     kind = TextSplitter if suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
-    few = chunk_size // 8  # tokens, for which each piece leaves room
+    few = chunk_size // 8  # each piece leaves room for so many tokens
     fast, size = model.fast_tokenizer, chunk_size - few
     if fast is None:
         splitter = kind.from_callback(n_tokens, size)

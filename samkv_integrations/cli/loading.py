@@ -61,10 +61,10 @@ class Answering:
     ] = None
 
     def methods(self, compare: Sequence[str] = ()) -> list[Method]:
-        """The methods of ``compare``, else the given one, with the settings that each has.
+        """The methods of ``compare``, else the given one, each with the settings that it has.
 
-        Settings without a name are of the default method. Without both the list is empty, and the
-        engine chooses.
+        Settings without a method apply to the default method. Without either the list is empty, and
+        the engine chooses.
 
         Raises:
             UnknownOption: a method does not exist, or none of them has such an option.
@@ -152,7 +152,7 @@ class Asking(Retrieval):
 
 
 def require_model(model: str) -> None:
-    """Raises ModelNotFound if ``model`` is a path where nothing is; before a slow import."""
+    """Raises ModelNotFound, before a slow import, if ``model`` is a path that does not exist."""
     if model.startswith((".", "/")) and not Path(model).exists():
         raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
 
@@ -251,7 +251,7 @@ class Collections(Caches):
     def require_own_records(self, database: Database, names: Sequence[str]) -> None:
         """Raises InvalidOption if all records of a collection have caches in another namespace.
 
-        Otherwise its texts would be cached again, in this namespace. Without caches all is well.
+        Otherwise its texts would be cached again, in this namespace. Records without caches pass.
         """
         from samkv_integrations.chroma.records import Records
         from samkv_integrations.store.index import EVICTED, LOST, PRESENT
@@ -276,7 +276,7 @@ class Collections(Caches):
 class Index(Collections):
     """The options that say where documents are ingested, and by which model.
 
-    model, dtype, store_bits: None for those of the ingest.
+    model, dtype, store_bits: None for the values of the ingest.
     """
 
     model: Annotated[
@@ -302,8 +302,9 @@ class Index(Collections):
     ) -> Ingested:
         """The given settings, else those of the collections' ingest, else the defaults.
 
-        places: namespace and name of each collection; empty for all known ones. A new collection
-        takes the settings of the others in the folder. may_be_new: whether there may be no ingest.
+        places: namespace and name of each collection; empty for all known collections. A new
+        collection takes the settings of the others in the folder. may_be_new: whether the folder
+        may be new, without an ingest.
 
         Raises InvalidOption if no model is given, and there was no ingest or one with several.
         """
@@ -314,7 +315,7 @@ class Index(Collections):
         if model is None and len(models) > 1:
             raise InvalidOption(
                 f"the collections were ingested with {' and '.join(models)}; give one with --model"
-                f"{'' if places else ', and --collection for each that is of it'}"
+                f"{'' if places else ', and --collection for each of its collections'}"
             )
         if model is None and places and not models and not may_be_new:
             raise InvalidOption(
@@ -331,14 +332,14 @@ class Index(Collections):
     def source(
         self, given: Ingested, max_bytes: str | None = None, **options: Unpack[EngineOptions]
     ) -> ModelSource:
-        """What an engine over the chunk caches is made of.
+        """The source of an engine over the chunk caches.
 
         given: the result of `as_ingested`. max_bytes: most bytes of the caches from now on, such as
         ``20GB``; None for the limit that was set before. options: see `Engine`.
         """
         from samkv_integrations.frameworks.engine_args import ModelSource
 
-        own: Any = options  # those with a flag, which are fields of a source too
+        own: Any = options  # options with a flag are fields of a source
         return ModelSource(
             model_name=given.model, device_map=self.device, dtype=given.dtype, weights=self.weights,
             kv_dir=self.folder / "kv", kv_remote=self.remote, namespace=self.namespace,
@@ -377,7 +378,7 @@ _NOTE = "ingested"
 def remember(
     folder: Path, store: IndexedStore, place: tuple[str, str], ingested: Ingested
 ) -> Ingested | None:
-    """Keep the settings of a collection's ingest beside the caches; returns those before."""
+    """Keep the settings of a collection's ingest beside the caches; returns the former ones."""
     before = _remembered(folder / "kv")
     known = before | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))

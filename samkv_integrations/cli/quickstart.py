@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FULL, DEFAULT = "recompute", "auto"
 COMPARED = (FULL, "reuse", DEFAULT)
-"""What answers every question: full prefill, caches as they are, and the default."""
+"""Methods that answer every question: full prefill, caches as they are, and the default."""
 
 SMOLLM2 = "smollm2"
 
@@ -65,7 +65,7 @@ def quickstart(
     from samkv_integrations.lab.evaluation import is_in_documents, is_right, read_questions
     from samkv_integrations.runtimes import require_runtime
 
-    require_runtime()  # the built-in model would not run either
+    require_runtime()  # even the built-in model needs a runtime
     out = tables.console(stderr=as_json)
     index = Index(folder=folder)
     try:
@@ -83,7 +83,7 @@ def quickstart(
     link = ChromaLink(index.database.collection("documents", create=True), engine)
     done = link.add(read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows)
     of_earlier_runs = set(link.collection.get(include=[])["ids"]) - set(read.ids)
-    if of_earlier_runs:  # only now, so that caches of unchanged texts stay
+    if of_earlier_runs:  # only after the ingest, so that caches of unchanged texts stay
         link.delete(sorted(of_earlier_runs))
     out.print(
         f"{count(len(read.sources), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
@@ -99,7 +99,7 @@ def quickstart(
         texts, sources, prompt = retrieved(link, one.question, top_k, None)
         gold, mine = one.answers, list[Row]()
         for name in COMPARED:
-            engine.sequences.clear()  # so that no method reuses the prefix of another
+            engine.sequences.clear()  # so that no method has a cached prefix of another
             answer = engine.generate(prompt, texts, method=name, max_new_tokens=ANSWER_TOKENS)
             mine.append({
                 "question": one.question, "expected": list(gold), "sources": sources,

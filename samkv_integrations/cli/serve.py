@@ -70,7 +70,7 @@ class Serving:
             return variable.replace(";", "\n")
         if variable:
             raise InvalidOption(
-                f"--api-keys and the variable {KEYS_VARIABLE} are both given; give one"
+                f"--api-keys and the variable {KEYS_VARIABLE} are both given; give only one"
             )
         try:
             return file.read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
     describes further options.
     """
-    # refused before anything is imported, which takes time
+    # raises before slow imports
     text = serving.keys_text
     check_options(EngineOptions, options)
     check_options(AnswerOptions, {"timeout": serving.timeout})
@@ -118,7 +118,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
     keys = ApiKeys(text, Tenant(namespace=index.namespace, collections=collections))
     if serving.api_keys is not None and not keys:
         raise InvalidOption(
-            f"--api-keys {serving.api_keys} holds no key; give one a line, or leave it out"
+            f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it out"
         )
     namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
@@ -161,6 +161,6 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             database=database,
             **of_engines,
         )
-        for tenant in keys.tenants:  # here, where a folder that cannot be used ends the command
+        for tenant in keys.tenants:  # an unusable folder must end the command now
             tenancy.engine(tenant).chunks.warn_if_none_fits()
         run(create_app(tenancy, keys, settings), listening, settings.grace_s, say)

@@ -31,7 +31,7 @@ NO_LIMIT = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Synced:
-    """What `sync` compares."""
+    """The options of `sync`."""
 
     collections: Annotated[
         list[str] | None,
@@ -44,7 +44,7 @@ class Synced:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What `budget` sets."""
+    """The options of `budget`."""
 
     max_bytes: Annotated[
         str | None, typer.Option(help="A size such as 20GB, or none. Default: show the limit.")
@@ -54,7 +54,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Forgotten:
-    """What `forget` deletes."""
+    """The options of `forget`."""
 
     files: Annotated[
         list[Path] | None,
@@ -113,10 +113,9 @@ def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None
         lambda body: body in bodies or bool(body) and any(body in text for text in documents)
     )
     said = (
-        f"{count(n_chunks, 'chunk')} deleted from {store.path}; records of a vector store are not "
-        "touched"
+        f"{count(n_chunks, 'chunk')} deleted from {store.path}; records of a vector store stay"
         if n_chunks
-        else f"nothing is deleted: no cached chunk in {store.path} has such a text (namespace "
+        else f"no chunk is deleted: no cached chunk in {store.path} has such a text (namespace "
         f"{caches.namespace!r})"
     )
     tables.report("store forget", None, [{"n_chunks": n_chunks}], said, as_json=as_json)
@@ -184,17 +183,17 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
         store.set_budget(most, quota)
     # a row for all namespaces together (None), and for each one with caches or a limit
     most, quota = store.index.budget()
-    held = store.stats(everyone=True)
+    stats = store.stats(everyone=True)
     taken = dict.fromkeys(sorted(quota), 0)
-    for one in held.rows:
+    for one in stats.rows:
         taken[one.namespace] = taken.get(one.namespace, 0) + one.bytes
-    rows: list[Row] = [{"namespace": None, "bytes": held.bytes, "max_bytes": most}]
+    rows: list[Row] = [{"namespace": None, "bytes": stats.bytes, "max_bytes": most}]
     rows += [
         {"namespace": name, "bytes": n_bytes, "max_bytes": quota.get(name)}
         for name, n_bytes in taken.items()
     ]
     table = tables.rows_table([{**rows[0], "namespace": "all"}, *rows[1:]])
-    evicted = n_before - held.n_chunks
+    evicted = n_before - stats.n_chunks
     said = [f"{count(evicted, 'cache')} evicted"] if evicted > 0 else []
     tables.report("store budget", None, rows, table, *said, as_json=as_json)
 
@@ -202,8 +201,8 @@ def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Jso
 def push(caches: Caches, as_json: args.Json = False) -> None:
     """Copy local caches to the remote tier. Exit code 1 if some cannot be copied.
 
-    'samkv ingest --remote' does it at once; this is for caches that were made without it, or while
-    it was not available.
+    'samkv ingest --remote' copies at once. This command is for caches that were made without a
+    remote tier, or while the tier was not available.
     """
     from samkv_integrations.store.upkeep import push as push_caches
 

@@ -30,7 +30,7 @@ def console(*, stderr: bool = False) -> Console:
     """A console on the current standard output or standard error."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
-    # texts of users are no markup: "[Title]" is no style, ":smile:" no emoji
+    # texts of users must stay as they are: "[Title]" is text, and so is ":smile:"
     return _Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What is asked, and what a setting may lose."""
+    """The questions to ask, and the right answers that a setting may lose."""
 
     questions: Annotated[
         Path,
@@ -91,7 +91,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     collection = index.collection(retrieval.collection)
     opened = index.database.collection(collection)
     as_before = index.as_ingested([(index.namespace, collection)])
-    index.store()  # raises if there is none
+    index.store()  # raises if the store does not exist
     made = index.engine(as_before)  # whose memory would change what is measured
     engine = Engine(
         made.model, made.store, scheduler=made.scheduler, store_bits=made.store_bits,
@@ -104,7 +104,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
     typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
-    if store.note(engine.model.costs_name) is None:  # `auto` decides by what passes cost
+    if store.note(engine.model.costs_name) is None:  # `auto` decides by the costs of passes
         engine.calibrate()
     retrieved = with_documents(
         ChromaLink(opened, engine), asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat

@@ -1,1 +1,1 @@
-"""What the connectors of all frameworks share."""
+"""Code that the connectors of all frameworks share."""

@@ -1,4 +1,4 @@
-"""What components of frameworks share beside an engine: asynchronous twins of their methods."""
+"""Asynchronous twins of the methods of frameworks' components."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _Made = TypeVar("_Made")
 
 
 def twin(method: Callable[..., _Made]) -> Callable[..., Coroutine[Any, Any, _Made]]:
-    """The same method for tasks: it runs off the event loop.
+    """An asynchronous version of the method, which runs it in a thread.
 
-    If a subclass overrides the method, its twin runs that.
+    If a subclass overrides the method, the twin runs the override.
     """
 
     @wraps(method)

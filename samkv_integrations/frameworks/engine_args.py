@@ -1,4 +1,4 @@
-"""Build an engine from an LLM's arguments, and hold an engine inside a framework's component."""
+"""Builds an engine from an LLM's arguments, and keeps an engine inside a framework's component."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MADE_BY = {
     "model": ("model_kwargs",),
     "tokenizer": ("tokenizer_kwargs",),
 }
-"""Loaded object -> arguments that say how to load it, and have no effect beside it."""
+"""Loaded object -> arguments for loading it, which have no effect together with the object."""
 
 
 def _checked_engine(value: object) -> object:
@@ -50,10 +50,10 @@ else:
 class ModelSource(Arguments, EngineFields):
     """The arguments that an engine is built from: a model, loaded or to be loaded, and a store.
 
-    engine: an engine, in place of making one.
+    engine: an existing engine, in place of a new one.
     model, tokenizer: loaded objects of transformers. ``model`` needs ``tokenizer`` or
         ``tokenizer_name``, and ``model_name`` is its label.
-    block_size: tokens a block; None for the engine's, or that of the caches in the store.
+    block_size: tokens of a block; None for the engine's, or that of the caches in the store.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,9 +65,9 @@ class ModelSource(Arguments, EngineFields):
 
 
 def engine_of(source: ModelSource) -> Engine:
-    """The engine that was given, or a new one on the model that was given or is loaded now.
+    """The engine of ``source``, or a new one; loads the model unless ``source`` has a loaded one.
 
-    The store is opened first, so that a wrong folder is found before a model is loaded.
+    The store is opened first, so that a wrong folder raises before a model is loaded.
 
     Raises InvalidOption if an argument would be ignored, MissingExtra if no runtime is installed.
     """
@@ -75,7 +75,7 @@ def engine_of(source: ModelSource) -> Engine:
         for name in names:
             if getattr(source, loaded) is not None and getattr(source, name):
                 raise InvalidOption(
-                    f"{name} is for loading, but a loaded {loaded} was given; leave out one of them"
+                    f"{name} is for loading, and a loaded {loaded} was given; leave out one of them"
                 )
     if source.engine is not None:
         _check_engine(source.engine, source)
@@ -130,7 +130,7 @@ def _check_engine(engine: Engine, source: ModelSource) -> None:
     _require_same(source, engine.model, facts)
     if engine.store.path is None:
         _require_no("max_bytes", of=source)
-    elif source.max_bytes is not None:  # a limit of the store, not of the engine
+    elif source.max_bytes is not None:  # max_bytes is a limit of the store
         before, quota = engine.store.index.budget()
         if before != bytes_of("max_bytes", source.max_bytes):
             engine.store.set_budget(source.max_bytes, quota)
@@ -153,18 +153,17 @@ def _require_same(source: ModelSource, model: Runtime, facts: dict[str, Any]) ->
 
 
 def _require_no(*names: str, of: ModelSource) -> None:
-    """Raises InvalidOption if one of these is given, for chunk caches that are kept in memory."""
+    """Raises InvalidOption if one of these arguments is given though caches are in memory."""
     for name in names:
         if value := getattr(of, name):
             raise InvalidOption(
                 Given(name, value),
-                " is for chunk caches in a folder, and these are kept in memory; "
-                "give kv_dir as well",
+                " is for chunk caches in a folder, and these are in memory; give kv_dir as well",
             )
 
 
 def _model_of(source: ModelSource) -> Runtime:
-    # takes seconds, which a program that only imports a connector does not wait for
+    # the import takes seconds, and a program that only imports a connector should not wait
     from samkv_integrations.runtimes.transformers import Model, load_model, load_tokenizer
 
     tokenizer = source.tokenizer
@@ -197,7 +196,7 @@ class EngineRef:
 
     @classmethod
     def of(cls, llm: object | None, engine: Engine | None) -> EngineRef:
-        """From the arguments of a component. Raises InvalidOption unless one of them is given."""
+        """From the arguments of a component. Raises InvalidOption unless exactly one is given."""
         if (llm is None) == (engine is None):
             raise InvalidOption("give either llm (one of samkv-integrations) or engine")
         found: object = engine if llm is None else getattr(llm, "engine", None)
@@ -226,9 +225,9 @@ class EngineRef:
 
 
 class WithEngine(Arguments):
-    """A component of a framework that is made with ``llm`` or ``engine``, and keeps an `EngineRef`.
+    """A component of a framework that takes ``llm`` or ``engine``, and keeps an `EngineRef`.
 
-    llm, engine: one of the two; None once the component has the engine.
+    llm, engine: one of the two; both are None once the component has the engine.
     """
 
     llm: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
@@ -245,7 +244,7 @@ _Given = ParamSpec("_Given")
 
 
 def known_arguments(init: Callable[_Given, None]) -> Callable[_Given, None]:
-    """A constructor that raises UnknownOption, with what was meant, for an unknown argument."""
+    """The constructor; for an unknown argument it raises UnknownOption with a suggestion."""
     known = [*inspect.signature(init).parameters][1:]
 
     @wraps(init)

@@ -1,7 +1,7 @@
 """Options as fields of pydantic models, which the LLMs of both frameworks are.
 
-A field repeats the name and the type of an option, for type checkers; its default and its
-description are those of the declaration in `samkv_integrations.options`.
+A field repeats the name and the type of an option, for type checkers. Its default and its
+description come from the declaration in `samkv_integrations.options`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Arguments(BaseModel):
     _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"torch_dtype": "give dtype"})
     """Name of an option that is given elsewhere -> where to give it."""
 
-    if not TYPE_CHECKING:  # type checkers take the fields for the arguments
+    if not TYPE_CHECKING:  # for type checkers, the fields are the arguments
 
         def __init__(self, *args: Any, **given: Any) -> None:
             try:
                 super().__init__(*args, **given)
-            except ValidationError as error:  # pydantic puts every ValueError into its own
+            except ValidationError as error:  # pydantic wraps every ValueError
                 if (ours := _ours(error)) is None:
                     raise
                 raise ours from ours.__cause__
@@ -63,7 +63,7 @@ class Arguments(BaseModel):
             if (ours := _ours(error)) is not None:
                 raise ours from error
             first = error.errors()[0]
-            # the rest of loc names the types that pydantic has tried
+            # the rest of loc has the types that pydantic has tried
             name = str(first["loc"][0]) if first["loc"] else cls.__name__
             field = cls.model_fields.get(name)
             meaning = f". {name}: {field.description}" if field and field.description else ""
@@ -73,7 +73,7 @@ class Arguments(BaseModel):
         return made
 
     def _use(self) -> None:
-        """Called once all arguments have the right types."""
+        """Hook for subclasses, called once all arguments have the right types."""
 
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,13 +93,13 @@ class Arguments(BaseModel):
         for name in {"model", "model_name", "tokenizer_name"} & said.keys():
             if isinstance(said[name], os.PathLike):
                 said[name] = os.fspath(said[name])
-        if "dtype" in said:  # which may be a torch.dtype
+        if "dtype" in said:  # dtype may be a torch.dtype
             said["dtype"] = str(said["dtype"]).removeprefix("torch.")
         return said
 
 
 def _ours(error: ValidationError) -> SamkvError | None:
-    """The error of this package that a validator raised, if that is the first one."""
+    """The error of this package, if the first error of a validator is one."""
     found = error.errors()[0].get("ctx", {}).get("error")
     return found if isinstance(found, SamkvError) else None
 
@@ -125,7 +125,7 @@ def _of(name: str, **more: Any) -> Any:  # noqa: ANN401
     return Field(**{"default": option.default, "description": option.text, **more})
 
 
-# Pydantic does not validate methods and the like: the checks of the options list what is allowed.
+# Pydantic does not check the values: the checks of the options name what is allowed.
 
 
 class EngineFields(BaseModel):
@@ -175,7 +175,7 @@ SAMPLING = tuple(declared(SamplingOptions))
 OWN_ENGINE_OPTIONS = tuple(
     name for name, (_, each) in _ENGINE.items() if each.of_llms and name not in _ANSWER
 )
-"""Options of engines that are no options of an answer, and fields of LLMs."""
+"""Options of engines alone (not of answers) that are fields of LLMs."""
 OWN_ANSWER_OPTIONS = tuple(
     name for name, (_, each) in _ANSWER.items() if each.of_llms and name not in SAMPLING
 )

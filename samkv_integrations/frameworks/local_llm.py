@@ -1,4 +1,4 @@
-"""What the LLMs of both frameworks share: their arguments, and the options of a call."""
+"""The LLM class that both frameworks share: its arguments, and the options of a call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from samkv_integrations.runtimes import require_runtime
 # -- options of a call ----------------------------------------------------------------------------
 
 GENERATE_KWARGS = tuple(sorted({"do_sample", "stop", "timeout", *SAMPLING} - {"max_new_tokens"}))
-"""Options of calls that an LLM may have for every call."""
+"""Options of a call that an LLM may also set for every call."""
 OF_AN_LLM = ("context_window", "stop_ids")
 """Options of answers that a call cannot override."""
 CALL_KWARGS = tuple(sorted({"do_sample", "max_tokens", *declared(AnswerOptions)} - {*OF_AN_LLM}))
-"""The options of one call, `transformers`' and LangChain's names included."""
+"""The options of one call, with the names that transformers and LangChain use."""
 _LENGTH = declared(AnswerOptions)["max_new_tokens"][1]
 DEFAULT_MAX_NEW_TOKENS: int = _LENGTH.default
 
@@ -56,8 +56,8 @@ OF_TRANSFORMERS: Mapping[str, tuple[object, str]] = MappingProxyType(
         "eos_token_id": (None, "give stopping_ids to the LLM; the model's own are known"),
     }
 )
-"""Option of transformers that changes nothing here -> the value that is accepted, and why. ``None``
-stands for no value, ``...`` for any."""
+"""Option of transformers without effect here -> the only accepted value, and the reason. ``None``
+means no value, ``...`` any value."""
 
 
 def checked_generate_kwargs(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
@@ -80,16 +80,16 @@ def to_options(
     own = known_options("option of a call", given, CALL_KWARGS)
     options = {**defaults, **own}
     if "json_schema" in own and "stop" not in own:
-        options.pop("stop", None)  # JSON ends by itself, and what ends other answers would cut it
+        options.pop("stop", None)  # JSON ends by itself; stop strings of other answers would cut it
     if "temperature" in own and "do_sample" not in own:
-        options.pop("do_sample", None)  # a call that gives a temperature wants that
+        options.pop("do_sample", None)  # the temperature of a call counts
     do_sample = options.pop("do_sample", None)
     if do_sample is not None and not isinstance(do_sample, bool):
         raise InvalidOption(Given("do_sample", do_sample), "; it must be True or False")
     if do_sample is False:
         options["temperature"] = 0.0
     elif do_sample and options.setdefault("temperature", 1.0) == 0:
-        raise InvalidOption("do_sample=True and temperature=0 contradict; leave out either")
+        raise InvalidOption("do_sample=True contradicts temperature=0; leave out either")
     if "max_tokens" in options and "max_new_tokens" in options:
         raise InvalidOption("max_tokens and max_new_tokens are the same thing; give one")
     for name in own.keys() & {"max_tokens", "max_new_tokens"}:
@@ -102,9 +102,9 @@ def to_options(
 
 
 def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """The options that are given, are not None, and have an effect.
+    """The given options that are not None and have an effect.
 
-    kind: what an option of ``known`` is called in an error.
+    kind: the name for an option of ``known`` in errors.
 
     Raises:
         UnknownOption: an option is not among ``known``.
@@ -129,7 +129,7 @@ def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> 
 
 
 def check_length(called: str, value: object) -> None:
-    """Raises InvalidOption for a wrong number of tokens. called: its giver's name of the option."""
+    """Raises InvalidOption for a wrong number of tokens. called: the option's name in errors."""
     assert _LENGTH.check is not None
     _LENGTH.check(called, value)
 
@@ -140,7 +140,7 @@ def check_length(called: str, value: object) -> None:
 def usage_of(*reports: Report) -> dict[str, Any]:
     """Token counts of one or more answers, in the form of OpenAI's API.
 
-    ``tokens_per_step`` is a field of ours: tokens after the first, per step of the model.
+    ``tokens_per_step`` is a field of ours: tokens after the first one, per step of the model.
     """
     prompt_tokens = sum(report.prompt_tokens for report in reports)
     completion_tokens = sum(report.completion_tokens for report in reports)
@@ -161,8 +161,8 @@ def usage_of(*reports: Report) -> dict[str, Any]:
 class LocalLLM(Arguments, AnswerFields, EngineFields):
     """Arguments of an LLM that answers from chunk caches. The class of a framework adds its own.
 
-    Most are declared in `samkv_integrations.options`. Copies share the engine; pickles omit
-    it, as those of an `EngineRef` do.
+    Most are declared in `samkv_integrations.options`. As with an `EngineRef`, copies share the
+    engine, and pickles omit it.
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
@@ -194,7 +194,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
         """Raises for a wrong argument before the model is loaded, which takes time."""
         for name in ("method", "eviction"):
             part: object = getattr(self, name)
-            if not isinstance(part, str | None):  # an LLM is serialised, which a name can be
+            if not isinstance(part, str | None):  # an LLM is serialised, so parts must be names
                 raise InvalidOption(
                     f"{name} is a {type(part).__name__}; an LLM takes a name. Give an engine "
                     f"yours, and the LLM that: engine=Engine.from_pretrained(model, {name}=...)"
@@ -222,12 +222,12 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        if "engine" in self.__dict__:  # an unpickled LLM has none
+        if "engine" in self.__dict__:  # unpickled LLMs lack it
             memo[id(self.engine)] = self.engine
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[Any, Any]:
-        without = self.model_copy()  # frameworks pickle each attribute, and delete some
+        without = self.model_copy()  # frameworks pickle, and partly delete, attributes
         without.__dict__.pop("engine", None)
         return super(LocalLLM, without).__getstate__()
 

@@ -210,8 +210,8 @@ class ToolUse:
         if not self.form.tagged:
             return text
         before = text.partition(_OPEN)[0]
-        held = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)
-        return before[: len(before) - held].rstrip()
+        n_of_tag = max((n for n in range(1, len(_OPEN)) if before.endswith(_OPEN[:n])), default=0)
+        return before[: len(before) - n_of_tag].rstrip()
 
     def _call(self, value: object) -> ToolCall | None:
         """The call that a JSON value describes; None if it describes none of these tools."""

@@ -48,14 +48,14 @@ _MAX_TASKS = 4096
 class ClusterIngest(IngestResult):
     """The result of an ingest by several workers. n_records: texts that have caches now.
 
-    failed: position of a text -> why its chunk has no cache.
+    failed: index of a text -> why its chunk has no cache.
     """
 
     failed: Mapping[int, str] = field(default_factory=dict)
 
 
 OnPage = Callable[[range, Mapping[int, str]], None]
-"""Called with the positions of a page of texts, and position -> reason of each without a cache."""
+"""Called for a page: indices of its texts, and index -> reason for each text without a cache."""
 
 
 def cache_on_ray(
@@ -69,18 +69,18 @@ def cache_on_ray(
 ) -> ClusterIngest:
     """Cache the chunks of ``texts`` by the workers of ``pool``, as `Engine.cache_chunks` does.
 
-    The files have the same bytes for any number of workers. A text that can have no cache does not
-    stop the others. An ingest that ended early continues when it is called again.
+    The files have the same bytes for any number of workers. A text that cannot be cached does not
+    stop the others. If an ingest ended early, the same call continues it.
 
-    engine: of this process. It finds out which caches are missing, and computes none.
-    source: the plain values that ``engine`` was made of. Workers make their engines of them. All
-        machines must reach its folder under the same path.
+    engine: the engine of this process. It finds out which caches are missing, and computes none.
+    source: the plain values that ``engine`` was made of; workers make engines of the same values.
+        All machines must reach its folder under the same path.
     on_page: called in this process, page by page, in order.
 
     Raises:
         InvalidOption: ``source`` holds an object that cannot be sent, or names no folder; or the
             cluster has no room for the workers.
-        ClusterError: the workers fail, or end over the same batch again and again.
+        ClusterError: the workers fail, or the workers of one batch end again and again.
         StoreError: the store cannot be read.
         MissingExtra: Ray is not installed.
     """
@@ -96,8 +96,8 @@ def cache_on_ray(
     sound = [place for place in range(len(refs)) if place not in failed]
     agreed = dict(zip(sound, chunks.agree([refs[place] for place in sound]), strict=True))
 
-    # The last bits of a cache depend on the chunks that share its pass. So batches are formed here,
-    # as `ChromaLink.add` forms them in one process, and not by idle workers.
+    # The last bits of a cache depend on the chunks that share its pass. So this process forms the
+    # batches, as `ChromaLink.add` does, and idle workers do not.
     pages = [range(at, min(at + PAGE_SIZE, len(refs))) for at in range(0, len(refs), PAGE_SIZE)]
     work: list[list[list[ChunkRef]]] = []  # the batches of each page
     places_of: dict[str, list[int]] = {}
@@ -154,7 +154,7 @@ def add_on_ray(
     """`ChromaLink.add` with the workers of ``pool``, which compute the caches.
 
     This process writes the records, page by page, once the caches of a page and of all pages before
-    it exist. A text that can have no cache gets no record. An older record of its id stays.
+    it exist. A text that cannot be cached gets no record; an older record with its id stays.
 
     Raises InvalidOption as `ChromaLink.add` does, and what `cache_on_ray` raises.
     """
@@ -171,14 +171,14 @@ def add_on_ray(
 
 
 def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
-    """The source that workers get. Raises InvalidOption if a value cannot be sent."""
+    """The source for workers. Raises InvalidOption if a value cannot be sent."""
     for name in ("engine", "model", "tokenizer"):
         if getattr(source, name) is not None:
             raise InvalidOption(
                 f"{name} is an object of this process, but workers load their own; give model_name"
             )
     if source.kv_dir is None:
-        raise InvalidOption("kv_dir is needed: workers keep chunk caches in a folder they share")
+        raise InvalidOption("kv_dir is missing; give a folder in which workers share chunk caches")
     if not pool.n_gpus and source.device_map not in (None, "auto", "cpu"):
         raise InvalidOption(
             f"device {source.device_map!r}, but workers have no GPU; give --worker-gpus 1, "
@@ -211,15 +211,15 @@ def _by_workers(
     # Ray warns if a worker asks for both.
     share = {"num_gpus": pool.n_gpus} if pool.n_gpus else {"num_cpus": pool.n_cpus}
     size = min(pool.n_workers, len(work))
-    # pickled, because Arrow refuses some texts
+    # pickled, because Arrow rejects some texts
     rows = [{"texts": pickle.dumps(texts)} for texts in work]
     with pool.connected() as ray:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)  # which logs every step
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # Ray logs every step
         data = ray.data
         try:
             results = data.from_items(rows, override_num_blocks=min(len(rows), _MAX_TASKS)).map(
                 CacheWorker,
-                # one task at a time: a task that waits at a busy worker never moves to an idle one
+                # one task each: a task that waits for a busy worker never moves to an idle one
                 compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
                 fn_constructor_args=given,
                 ray_remote_args_fn=lambda: {"max_task_retries": MAX_RETRIES},
@@ -245,13 +245,13 @@ class CacheWorker:
     source: plain values of model and store, with the agreed block size. probe_key: key of `PROBE`.
     n_threads: threads that torch may use.
 
-    Raises InvalidOption if its caches would differ from those of the ingest, or go elsewhere.
+    Raises InvalidOption if its model or its store is not that of the ingest.
     """
 
     def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
         use_threads(n_threads)
         here = f"on {platform.node()}"
-        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # else it is made
+        if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # else it is created
             raise InvalidOption(
                 f"the folder {source.kv_dir} of chunk caches does not exist {here}; give one that "
                 "all machines share under the same path"
@@ -267,11 +267,11 @@ class CacheWorker:
     def __call__(self, row: Mapping[str, bytes]) -> dict[str, Any]:
         """Cache the texts of a batch in one pass, or one by one if that fails.
 
-        The resulting row has ``failed``: position in the batch -> why that chunk has no cache.
+        The resulting row has ``failed``: index in the batch -> why that chunk has no cache.
         """
         failed = dict[int, str]()
         chunks = self._engine.chunks
-        # Compute chunks that a killed worker has cached, too: the batch must stay the same.
+        # Also compute chunks that a killed worker has cached: the batch must stay the same.
         refs = [replace(ref, state="missed") for ref in chunks.refer(pickle.loads(row["texts"]))]
         try:
             chunks.compute(refs)
@@ -294,7 +294,7 @@ _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else it reports what Ray Data does
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # else it logs the operations of Ray Data
 }
 """Environment of a cluster that this process starts for itself. Variables that are set already win.
 Ray reads them when it is imported."""
@@ -307,7 +307,7 @@ def require_ray() -> None:
 
 
 def reason_in(message: str) -> str:
-    """The cause named in an error of Ray. Around it are a traceback and further lines."""
+    """The cause in an error message of Ray, without its traceback and further lines."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if ours := [line for line in lines if line.startswith("samkv_integrations.errors.")]:
         return ours[-1].partition(": ")[2]
@@ -321,9 +321,9 @@ class WorkerPool:
 
     n_cpus: processors of a worker, and threads that torch uses there.
     n_gpus: accelerators of a worker, also a fraction; 0 runs the model on the processor.
-    address: of a running Ray cluster; ``auto`` for the one of this machine; None for a cluster on
-        this machine that starts and ends with the work. A cluster to which this process is
-        connected already is used in any case.
+    address: that of a running Ray cluster; ``auto`` for the cluster of this machine; None for a
+        cluster on this machine that starts and ends with the work. If this process is already
+        connected to a cluster, that is used in any case.
     """
 
     n_workers: int = 2
@@ -359,10 +359,10 @@ class WorkerPool:
         if is_begun_here:
             self._connect(ray)
         try:
-            # Ray would wait for ever for a worker that fits nowhere.
+            # Ray would wait without end for a worker that no machine has room for.
             total = ray.cluster_resources()  # type: ignore[no-untyped-call]
             cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
-            # A cluster may get further nodes; this machine does not grow.
+            # A cluster may get further nodes; this machine cannot.
             n_needed = self.n_workers if self.address is None else 1
             if n_needed * self.n_cpus > cpus or n_needed * self.n_gpus > gpus:
                 raise InvalidOption(

@@ -1,4 +1,4 @@
-"""Documents of users: text, Markdown, and what markitdown turns into Markdown."""
+"""Documents of users: text, Markdown, and formats that markitdown converts to Markdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from samkv_integrations.errors import InvalidOption, MissingExtra
 TEXTS = (".md", ".txt")
 CONVERTED = (".csv", ".docx", ".htm", ".html", ".pdf", ".pptx")
 SUFFIXES = (*TEXTS, *CONVERTED)
-"""What `read_document` reads; the converted ones need the extra ``documents``."""
+"""Suffixes that `read_document` reads; converted formats need the extra ``documents``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The text of each page; one page where a kind has none. title: "" where none is known."""
+    """The text of each page; one page for formats without pages. title: "" if it is unknown."""
 
     pages: tuple[str, ...]
     title: str = ""
@@ -31,17 +31,17 @@ class Document:
 def read_text(path: Path) -> str:
     """The text of a regular file, without a byte order mark.
 
-    Raises InvalidOption if it is something else, or cannot be read as UTF-8.
+    Raises InvalidOption if ``path`` is not a regular file, or cannot be read as UTF-8.
     """
     with _opened(path, os.O_NONBLOCK) as file:
         return _decoded(path, file)
 
 
 def read_document(path: Path, *, follows_links: bool = False) -> Document:
-    """A document of one of `SUFFIXES`, whose text is UTF-8, as Markdown; pages of a PDF as text.
+    """A document with one of `SUFFIXES`, as Markdown; pages of a PDF as text. Text must be UTF-8.
 
-    follows_links: whether ``path`` may be a symbolic link. Raises InvalidOption if it is something
-    else, or cannot be read, MissingExtra if markitdown is needed and not installed.
+    follows_links: whether ``path`` may be a symbolic link. Raises InvalidOption if ``path`` is not
+    a regular file or cannot be read, MissingExtra if markitdown is needed and not installed.
     """
     with _opened(path, os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)) as file:
         if path.suffix.lower() not in CONVERTED:
@@ -82,7 +82,7 @@ def _opened(path: Path, flags: int) -> BinaryIO:
         raise InvalidOption(f"{path} cannot be read ({error})") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise InvalidOption(f"{path} is no regular file; give a file that holds the text")
+        raise InvalidOption(f"{path} must be a regular file; give a file with the text")
     return file
 
 

@@ -1,1 +1,1 @@
-"""Judging, tuning and looking at what the engine does."""
+"""Tools that judge methods, tune settings, and inspect answers and models."""

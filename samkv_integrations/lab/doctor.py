@@ -1,8 +1,8 @@
 """The doctor checks that a model is computed exactly, and advises on its settings.
 
-It takes seconds on a small model. The checks of exactness come first: each computes the same
-numbers in two ways, one of them transformers' own, and a failure is a defect. Then comes advice,
-which never fails: when full prefill is faster.
+It takes seconds on a small model. The checks of exactness come first. Each compares numbers that
+are computed in two ways, one of them transformers' own; a failure is a defect. The advice follows,
+which never fails: it tells when full prefill is faster.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ QUESTION = "Who laid the railway line to Ostmere?"
 PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
 
 CHUNK_TOKENS, QUESTION_TOKENS = 256, 32
-"""Lengths of a chunk and of the question, in the prompts that times are estimated for."""
+"""Tokens of a chunk and of the question, in the prompts for which times are estimated."""
 
 LONGEST_TOKENS = 2**16
-"""Longest context that times are estimated for."""
+"""Longest context for which times are estimated, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Check:
 def examine(model: Model, store: IndexedStore | None = None) -> Iterator[Check]:
     """Yields the checks of ``model`` one by one.
 
-    store: where the measured costs are kept; nothing else is written to disk.
+    store: keeps the measured costs; nothing else is written to disk.
 
     Raises StoreError if the store cannot be written.
     """
@@ -86,7 +86,7 @@ def _model(engine: Engine) -> Model:
 
 
 def _full_prefill(engine: Engine) -> Check:
-    """Logits of a prompt's first token, and of tokens that are decoded after it."""
+    """Compares the logits of a prompt's first token and of the tokens decoded after it."""
     follow = engine.model.tokenize(CHUNKS[1], special=False)[:DECODED_TOKENS]
     ours, plain = _logits(engine, PROMPT, CHUNKS, "recompute", follow)
     reused, _ = _logits(engine, PROMPT, CHUNKS, "reuse", follow)
@@ -96,14 +96,14 @@ def _full_prefill(engine: Engine) -> Check:
 
 def _prefix_reuse(engine: Engine) -> Check:
     """A chunk right behind the prefix is exact: its cache gives the same logits as its text."""
-    bos = _model(engine).tokenizer.bos_token or ""  # not every tokenizer adds it to a text
+    bos = _model(engine).tokenizer.bos_token or ""  # not all tokenizers add it to a text
     prompt = f"{bos}{CHUNKS[0]}\n\nQuestion: {QUESTION}\nAnswer:"
     ours, plain = _logits(engine, prompt, CHUNKS[:1], "reuse")
     return _compare("prefix reuse", _model(engine), "logits", ours, plain)
 
 
 def _rotation(engine: Engine) -> Check:
-    """Compares the keys of every layer at a new position, rotated there by us and by the model."""
+    """Compares the keys of every layer at new positions, rotated by us and by the model."""
     model = _model(engine)
     ids = torch.tensor([model.tokenize(CHUNKS[0], special=False)])
     here = torch.arange(ids.shape[1])
@@ -146,9 +146,9 @@ def _tokens(engine: Engine) -> Check:
         with engine.resolve(messages, CHUNKS) as resolved:
             same &= resolved.token_ids == theirs
     detail = (
-        f"{kinds}: those of the tokenizer; caches have {n_context} of {n_tokens}"
+        f"{kinds}: as from the tokenizer; caches have {n_context} of {n_tokens}"
         if same
-        else f"{kinds}: not those of the tokenizer"
+        else f"{kinds}: unlike those of the tokenizer"
     )
     return Check(name="tokens", ok=same, detail=detail)
 
@@ -172,13 +172,13 @@ def _largest(tensor: Tensor) -> float:
 def _compare(
     name: str, model: Model, what: str, ours: Tensor, theirs: Tensor, remark: str = ""
 ) -> Check:
-    # packed products, which decode, are computed in bfloat16
+    # packed products, which decoding uses, are computed in bfloat16
     is_rounded = what == "logits" and model.weights != "unpacked"
     limit = TOLERANCE["bfloat16" if is_rounded else model.dtype_name] * _largest(theirs)
     difference = _largest(ours.float() - theirs.float())
     return Check(
         name=name,
-        ok=difference <= limit,  # false for a NaN too
+        ok=difference <= limit,  # also false for NaN
         detail=f"{what} differ by {difference:.1e} at most, allowed {limit:.1e}{remark}",
     )
 
@@ -187,7 +187,7 @@ def _compare(
 
 
 def speed_advice(engine: Engine) -> Check:
-    """Measures costs, and tells from which context on `auto` uses caches, in whole chunks."""
+    """Measures costs, and tells the shortest context, in chunks, for which `auto` uses caches."""
     costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
     lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
     verdict = "auto does full prefill, which is faster at any length"
@@ -197,7 +197,7 @@ def speed_advice(engine: Engine) -> Check:
         if not is_whole(METHODS["auto"], costs, layout):
             verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
             break
-    kept = "not kept: give --dir for that"
+    kept = "not kept (give --dir to keep them)"
     if engine.store.path is not None:
         kept = f"kept in {engine.store.path}"
     return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")

@@ -1,7 +1,7 @@
-"""Questions with gold answers, and the judge of methods: how many answers are right, of all asked.
+"""Questions with gold answers, and the judge of methods, which counts right answers.
 
-A question counts for every method, whether or not full prefill answers it: a method may lose a
-right answer, or win one. Methods are compared pair by pair, on the same questions. Answers are
+A question counts for every method, whether or not full prefill answers it right: a method may lose
+a right answer, or win one. Methods are compared pair by pair, on the same questions. Answers are
 normalised as LongBench does: LongBench/metrics.py of THUDM/LongBench at 2e00731 (MIT).
 """
 
@@ -35,7 +35,7 @@ class Question:
     """A question and the documents that the model is given.
 
     answers: the right answers; empty if they are not known.
-    documents: texts of the chunks, in order; empty if they are retrieved later.
+    documents: texts of the chunks, in order; empty if chunks are to be retrieved.
     """
 
     question: str
@@ -73,7 +73,7 @@ def read_questions(path: Path) -> list[Question]:
     Optional are ``answers``, a list of right answers, and ``documents``, a list of chunk texts.
 
     Raises:
-        InvalidOption: the file is missing, or a line is not such an object.
+        InvalidOption: the file is missing, or a line has another form.
         EmptyInput: the file has no question.
     """
     questions = []
@@ -96,7 +96,7 @@ def read_questions(path: Path) -> list[Question]:
             )
         )  # fmt: skip
     if not questions:
-        raise EmptyInput(f"{path} holds no question")
+        raise EmptyInput(f"{path} holds no question; give a JSON object with question in each line")
     return questions
 
 
@@ -111,8 +111,8 @@ def f1_words(text: str) -> list[str]:
 def is_right(answer: str, gold: Sequence[str]) -> bool:
     """Whether an answer contains one of the gold answers, both normalised as SQuAD does.
 
-    Normalised: lower case, without punctuation and articles. A question whose gold answers are yes
-    or no is judged by the first word of the answer.
+    Normalised texts are in lower case, without punctuation and articles. If the gold answers are
+    yes or no, only the first word of the answer counts.
     """
     words = f1_words(answer)
     for each in gold:
@@ -128,18 +128,19 @@ def is_right(answer: str, gold: Sequence[str]) -> bool:
 
 
 def is_in_documents(gold: Sequence[str], documents: Sequence[str]) -> bool:
-    """Whether a document contains a gold answer, which can then be copied; yes and no count too."""
+    """Whether a document contains a gold answer, which can be copied; yes and no also count."""
     text = "\n".join(documents)
     return any(set(f1_words(each)) <= YES_NO or is_right(text, [each]) for each in gold)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """A method beside full prefill, on the same questions.
+    """A method compared with full prefill, on the same questions.
 
-    right, full: right answers of both. lost, won: questions that only full prefill, and only the
-    method, answers. difference: of the shares of right answers, with its 95 % interval from low to
-    high (bootstrap over questions, paired). p: McNemar's exact test, two-sided.
+    right, full: right answers of the method, and of full prefill. lost, won: questions that only
+    full prefill answers right, and that only the method does. difference: the method's share of
+    right answers less full prefill's, with its 95 % interval from low to high (bootstrap over
+    questions, paired). p: McNemar's exact test, two-sided.
     """
 
     questions: int
@@ -154,11 +155,11 @@ class Paired:
 
     @classmethod
     def of(cls, mine: Sequence[bool], full: Sequence[bool]) -> Paired:
-        """From whether each question was answered right, by both in the same order."""
+        """The comparison. mine, full: whether each question was answered right, in one order."""
         n = len(full)
         lost = sum(theirs and not own for own, theirs in zip(mine, full, strict=True))
         won = sum(own and not theirs for own, theirs in zip(mine, full, strict=True))
-        # Three kinds of questions: resampling them is a draw from a multinomial distribution.
+        # Resampling questions of three kinds is a draw from a multinomial distribution.
         shares = np.array([lost, won, n - lost - won]) / max(1, n)
         drawn = np.random.default_rng(0).multinomial(n, shares, _RESAMPLES)
         low, high = np.quantile((drawn[:, 1] - drawn[:, 0]) / max(1, n), (0.025, 0.975))

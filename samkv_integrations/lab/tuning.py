@@ -20,7 +20,7 @@ from samkv_integrations.methods.base import with_option
 from samkv_integrations.serving.stream import Answer
 
 FULL = "recompute"
-"""The method that every setting is compared with: full prefill."""
+"""The method with which every setting is compared: full prefill."""
 
 Clock = Callable[[], float]
 
@@ -31,36 +31,36 @@ WORTH = 0.95
 """A setting must need less than this share of full prefill's time to first token."""
 
 LEAST_QUESTIONS = 5
-"""Three of them are for the choice, and two are held out."""
+"""Fewest questions: three for the choice, and two held out."""
 
 MOST_QUESTIONS = 400
 """Most questions for which chunks are retrieved."""
 
 CHOICE_SHARE = 0.6
-"""Share of the time for the choice. The rest is for the check on held-out questions."""
+"""Share of the time for the choice; the check on held-out questions has the rest."""
 
 LEAST_ASKED = 8
-"""Questions that a setting is asked before it may be dropped."""
+"""Fewest questions before a setting may be dropped."""
 
 MOST_ASKED = 48
 """Most questions for the choice."""
 
 LEAST_CHECKED = 16
-"""Held-out questions that a recommended setting must have been asked, if there are so many."""
+"""Fewest held-out questions for a recommended setting, if there are as many."""
 
 MOST_TRIED = 3
-"""Settings that are tried on held-out questions. Of many, one would pass by chance."""
+"""Most settings that are checked on held-out questions: of many, one would pass by chance."""
 
 LEAST_RIGHT = 0.1
-"""Full prefill must exceed this share of right answers. With fewer there is little to lose."""
+"""Full prefill must exceed this share of right answers; with fewer there is little to lose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an engine or a command may be given.
+    """Options of an engine or a command that are measured together.
 
     method: a name. set: options of the method, each ``NAME=VALUE``. eviction: a name; None for the
-    method's own. store_bits: of the caches that it is measured on.
+    method's own. store_bits: bits of the caches with which the setting is measured.
     """
 
     method: str
@@ -95,7 +95,7 @@ _CANDIDATES: Sequence[Mapping[str, Any]] = (
 
 
 def candidates(store_bits: int) -> dict[str, Setting]:
-    """The settings to try, by label, roughly cheapest first. store_bits: of the caches."""
+    """The settings to try, by label, roughly cheapest first. store_bits: bits of the caches."""
     made = [Setting(store_bits=store_bits, **words) for words in _CANDIDATES]
     return {setting.label: setting for setting in made}
 
@@ -105,7 +105,7 @@ def candidates(store_bits: int) -> dict[str, Setting]:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieved:
-    """Questions with their documents, and how many were left out: too long, or a chunk uncached."""
+    """Questions with their documents; numbers of questions that are too long or lack a cache."""
 
     questions: Sequence[Question]
     too_long: int
@@ -117,7 +117,7 @@ def with_documents(
 ) -> Retrieved:
     """Retrieve the ``top_k`` nearest chunks for each question, for at most `MOST_QUESTIONS`.
 
-    A question that brings its own documents keeps them.
+    A question that has documents keeps them.
 
     Raises EmptyInput if fewer than `LEAST_QUESTIONS` can be asked, else as `nearest` does.
     """
@@ -138,8 +138,8 @@ def with_documents(
             found.append(ready)
     if len(found) < LEAST_QUESTIONS:
         raise EmptyInput(
-            f"of {len(asked)} questions {len(found)} can be asked, and {LEAST_QUESTIONS} "
-            f"are needed: {too_long} too long for the context window, {uncached} with chunks "
+            f"of {len(asked)} questions {len(found)} can be asked, and {LEAST_QUESTIONS} are "
+            f"needed; {too_long} are too long for the context window, {uncached} have chunks "
             "without a cache; give more questions, retrieve fewer chunks with --top-k, or run "
             "'samkv store sync'"
         )
@@ -166,8 +166,8 @@ class Compared:
 class Measurer:
     """Answers questions by full prefill and by other methods. The store is only read.
 
-    engine: without a prefix cache. settings: by label. chat: whether prompts go through the chat
-    template.
+    engine: an engine without kept sequences. settings: label -> setting. chat: whether prompts go
+    through the chat template.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Standing(Paired):
 
     @classmethod
     def over(cls, label: str, answers: Sequence[Compared]) -> Standing:
-        """The standing after these answers, of which there is at least one."""
+        """The standing after these answers, at least one."""
         paired = Paired.of([one.right for one in answers], [one.full for one in answers])
         return cls(
             label=label, **vars(paired),
@@ -235,7 +235,8 @@ class Standing(Paired):
 class Result:
     """The standings of all settings on the choice, and of the best on held-out questions.
 
-    chosen: the fastest of these that is enough; None for full prefill. why: then the reason.
+    chosen: the fastest of these that is good enough; None for full prefill. why: the reason for
+    full prefill.
     """
 
     standings: Sequence[Standing]
@@ -251,8 +252,9 @@ Compare = Callable[[Question, Sequence[str]], Sequence[Compared]]
 class Run:
     """A comparison of settings. Progress goes to standard error.
 
-    lose: percentage points by which right answers may be below full prefill's. minutes: a question
-    that has begun is still answered. clock: in seconds. Raises InvalidOption.
+    lose: percentage points by which right answers may be below full prefill's. minutes: most
+    minutes; a question that has begun is still answered. clock: returns seconds. Raises
+    InvalidOption for a value out of range.
     """
 
     def __init__(
@@ -275,7 +277,7 @@ class Run:
     def tune(self, labels: Sequence[str], questions: Sequence[Question]) -> Result:
         """Compare all settings on three of five questions, then the best ones on the others.
 
-        If the time is over before enough of either are answered, nothing is chosen.
+        If the time ends before enough questions of either part are answered, no setting is chosen.
         """
         choice = [one for place, one in enumerate(questions) if place % 5 < 3][:MOST_ASKED]
         held_out = [one for place, one in enumerate(questions) if place % 5 >= 3]
@@ -322,7 +324,7 @@ class Run:
         return each.full > each.questions * max(LEAST_RIGHT, -self._least)
 
     def _is_out(self, each: Standing) -> bool:
-        """Whether a setting certainly loses too much, or is not faster."""
+        """Whether a setting certainly loses too many points, or is not faster."""
         return each.high < self._least or each.ttft_ratio > WORTH * NOISE
 
     def _is_cut(self, standings: Sequence[Standing], needed: int) -> bool:
@@ -332,9 +334,9 @@ class Run:
     def _standings(
         self, labels: Sequence[str], questions: Sequence[Question], ends: float
     ) -> list[Standing]:
-        """Ask questions of each of ``labels``; a setting that is out is asked no more.
+        """Ask each setting of ``labels`` the questions, until it is out.
 
-        No question but the first begins if it might end after ``ends``, a time of the clock.
+        A later question begins only if it should end before ``ends``, a time of the clock.
         """
         answers: dict[str, list[Compared]] = {label: [] for label in labels}
         left, longest = list(labels), 0.0
@@ -352,9 +354,9 @@ class Run:
         return [Standing.over(label, answers[label]) for label in labels]
 
     def _rank(self, each: Standing) -> tuple[float, ...]:
-        """Settings that are enough first, fastest first; others by the points that they miss.
+        """Sort key: settings that are good enough, fastest first; then the others, by lost points.
 
-        A setting that is not enough on a few questions may be enough on more. Among settings whose
+        A setting that is not good enough on a few questions may be on more. Among settings whose
         times are in one step of `NOISE` the order is by right answers, then by working cache.
         """
         step = math.floor(math.log(max(each.ttft_ratio, 1e-6), NOISE))

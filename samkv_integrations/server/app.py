@@ -35,13 +35,13 @@ from samkv_integrations.serving.tracing import below_caller
 PAGE = Path(__file__).with_name("page.html")
 
 OPEN_PATHS = ("/health", "/")
-"""Paths that need no key, because they show nobody's data."""
+"""Paths that need no key, because they show no data of a tenant."""
 
 STUCK_S = 600
 """Seconds of one pass or step of the model after which the server counts as stuck."""
 
 MOST_DISCARDED, DISCARD_S = 2**28, 10.0
-"""Bytes of a refused body, and seconds, after which its connection is closed nonetheless."""
+"""Bytes of a refused body, and seconds, after which its connection is closed in any case."""
 
 _OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
@@ -79,7 +79,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
     @app.get("/health", tags=["server"])
     async def health() -> dict[str, str]:
-        """Whether the server is up, and the model makes progress."""
+        """Whether the server answers and the model makes progress."""
         if tenancy.scheduler.pass_s > STUCK_S:
             raise Failure(
                 503, f"a pass of the model has taken more than {STUCK_S} s; restart the server",
@@ -116,7 +116,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
     @guarded.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
-        """The models, of which there is one."""
+        """The models; a server has one."""
         return {"object": "list", "data": [described]}
 
     @guarded.get("/v1/models/{model:path}", tags=["models"])
@@ -130,13 +130,13 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
 
 
 def _of_framework(request: Request, error: HTTPException) -> Failure:
-    if error.status_code == 400:  # FastAPI's, of a body that Python cannot decode
+    if error.status_code == 400:  # FastAPI's status for a body that Python cannot decode
         return Failure(
-            400, "the body is no JSON that can be read: it has to be UTF-8, with numbers of at "
-            "most 4,300 digits, and lists and objects that are not too deep",
+            400, "the body cannot be read: it must be JSON in UTF-8, with numbers of at most "
+            "4,300 digits, and without deeply nested lists and objects",
         )  # fmt: skip
     what = f"{request.method} {request.url.path[:80]}"
-    message = f"{what}: {error.detail}; /openapi.json lists what there is"
+    message = f"{what}: {error.detail}; /openapi.json lists all paths"
     if error.status_code == 405:
         return Failure(405, message, code="method_not_allowed")
     return Failure(error.status_code, message, code="not_found")
@@ -196,7 +196,7 @@ class Guard:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         status, n_bytes, is_read = 499, 0, False
-        # such a request may be two requests for a proxy in front (RFC 9112, 6.1)
+        # a proxy in front may read such a request as two (RFC 9112, 6.1)
         has_two_lengths = "content-length" in headers and "transfer-encoding" in headers
         ends = has_two_lengths or "close" in headers.get("connection", "").lower()
 
@@ -217,9 +217,9 @@ class Guard:
                 if has_two_lengths:
                     answered["connection"] = "close"
             elif ends and not (is_read or message.get("more_body", False)):
-                # a connection that is closed with bytes unread is reset, and the answer is lost
+                # closing with unread bytes would reset the connection, and the answer would be lost
                 await send({**message, "more_body": True})
-                if "expect" not in headers:  # else the client waits to send it, and need not
+                if "expect" not in headers:  # else the client waits before it sends the body
                     await _discard(receive)
                 message = {"type": "http.response.body"}
             await send(message)
@@ -235,7 +235,7 @@ class Guard:
             if status == 499:
                 await failure.response(scope, receive, reply)
         finally:
-            # the route, not a path that a client has made up
+            # the route: a client can make up any path
             path = str(getattr(scope.get("route"), "path", "other"))
             if failed := state.get("failure"):
                 status = failed.status
@@ -251,8 +251,8 @@ class Guard:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if not self._keys and host not in _OWN_NAMES:
             raise Failure(
-                403, "the Host header names another machine; ask for localhost or 127.0.0.1, or "
-                "start the server with API keys", code="wrong_host",
+                403, "the Host header names another machine; it must be localhost or 127.0.0.1; "
+                "ask there, or start the server with API keys", code="wrong_host",
             )  # fmt: skip
         tenant = self._keys.tenant_of(headers.get("authorization"))
         if tenant is None and path not in OPEN_PATHS:
@@ -265,6 +265,6 @@ class Guard:
     def _require_size(self, n_bytes: int) -> None:
         if n_bytes > self._max_body_bytes:
             raise Failure(
-                413, f"a body of more than {self._max_body_bytes} bytes; send less, or start the "
-                "server with more as --max-body", code="body_too_large",
+                413, f"the body has more than {self._max_body_bytes} bytes; send less, or start "
+                "the server with a larger --max-body", code="body_too_large",
             )  # fmt: skip

@@ -29,10 +29,11 @@ MAX_TOP_K = 100
 """Most chunks that a question retrieves."""
 
 MAX_QUESTION = 100_000
-"""Most characters of a question: it is embedded before anything else is known of it."""
+"""Most characters of a question, which is embedded before any other check."""
 
-_EVENTS = """Each event's data is an object, the last one `[DONE]`. The first has `sources`, the
-next ones `text`, the last but one what else the body has. An error is an object with `error`."""
+_EVENTS = """Each event's data is an object; the last event is `[DONE]`. The first object has
+`sources`, the next ones `text`, and the last one all other fields of the body. An error is an
+object with `error`."""
 
 _NO_COLLECTION = (
     "this key may not ask any collection; name one with --collection of 'samkv serve', or in the "
@@ -42,7 +43,7 @@ _NO_COLLECTION = (
 
 def _asked(text: str) -> str:
     if len(text) > MAX_QUESTION:
-        raise PydanticCustomError("long", f"it may have {MAX_QUESTION} characters at most")
+        raise PydanticCustomError("long", f"it must have at most {MAX_QUESTION} characters")
     if not text.strip():
         raise PydanticCustomError("blank", "it is empty; say what to ask")
     return text
@@ -83,8 +84,8 @@ class Source(BaseModel):
 class AskedAnswer(BaseModel):
     """An answer and its sources, nearest first.
 
-    samkv: the report. estimated_from: whether ``samkv doctor`` measured the cost of passes here, or
-    the method ``auto`` assumes that of a typical machine. estimated_full_prefill_s: estimated
+    samkv: the report. estimated_from: whether ``samkv doctor`` measured the costs of passes here,
+    or the method ``auto`` assumes those of a typical machine. estimated_full_prefill_s: estimated
     seconds to the first token of full prefill on an idle server; None if nothing was measured.
     """
 
@@ -124,7 +125,7 @@ def router(service: Service) -> APIRouter:
         except InvalidOption as error:
             if error.__cause__ is None:
                 raise
-            raise StoreError(str(error)) from error  # in Chroma's words, which may name folders
+            raise StoreError(str(error)) from error  # Chroma's message may name folders
         except UnknownOption as error:
             raise Failure(
                 404, str(error), code="collection_not_found", param="collection"

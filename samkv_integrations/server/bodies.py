@@ -1,7 +1,7 @@
 """Bodies of requests and responses of OpenAI's API: completions, chats and responses.
 
-A field that the server cannot honour is accepted with its neutral value only, so that no client
-gets another answer than it asked for.
+The server accepts a field that it does not support only with its neutral value, so that no client
+gets an answer other than it asked for.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _single(given: object) -> object:
 
 
 def _without_empty(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields that carry something; clients send back all fields of an answer."""
+    """The fields that are not empty; clients send back all fields of an answer."""
     return {n: value for n, value in given.items() if value or value not in (None, [], {})}
 
 
@@ -80,12 +80,12 @@ def _text_of(content: object) -> object:
         if not (isinstance(part, dict) and part.get("type") == "text"):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise PydanticCustomError(
-                "unsupported", "a part of type {kind}; this model reads text only",
-                {"kind": ascii(kind)[:80]},  # pydantic can write no lone surrogate
+                "unsupported", "a part of type {kind}; this model reads text only, leave it out",
+                {"kind": ascii(kind)[:80]},  # pydantic cannot write lone surrogates
             )  # fmt: skip
         given = _without_empty(part)
         if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
-            raise PydanticCustomError("text_part", "a part of type 'text' has a string, 'text'")
+            raise PydanticCustomError("text_part", "a part of type 'text' needs a string 'text'")
     return "\n".join(part["text"] for part in content)
 
 
@@ -117,7 +117,8 @@ class Message(Body):
     """One turn of a chat.
 
     content: optional for the assistant. tool_calls: of the assistant; tool_call_id: of a tool.
-    Others are accepted and ignored; clients send them back. Fields that are empty count as absent.
+    All other fields are accepted and ignored, because clients send them back. Empty fields count
+    as absent.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -144,7 +145,7 @@ class Message(Body):
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
                 raise PydanticCustomError(
-                    "tools", "{name} goes with role '{role}' only", {"name": name, "role": role}
+                    "tools", "{name} must come with role '{role}'", {"name": name, "role": role}
                 )
         return self
 
@@ -163,7 +164,7 @@ class Message(Body):
 class Function(Body):
     """A tool in the form of ``/v1/responses``, or what a `Tool` holds. parameters: a JSON schema.
 
-    strict: accepted; a call that is required conforms to the schema, any other may not.
+    strict: accepted, without effect; a required call conforms to the schema, other calls may not.
     """
 
     type: Literal["function"] = "function"
@@ -235,7 +236,7 @@ class ResponseFormat(Body):
 class Samkv(AnswerFields, Body):
     """Options that OpenAI's API does not have, see `AnswerOptions`.
 
-    Those of the server take the place of what is absent. timeout: at most the server's.
+    The server's options replace absent ones. timeout: at most the server's.
     """
 
     method: str | None = None
@@ -244,7 +245,7 @@ class Samkv(AnswerFields, Body):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that are not absent."""
+        """The options that the request has."""
         return self.model_dump(include={*AnswerFields.model_fields}, exclude_unset=True)
 
 
@@ -275,7 +276,7 @@ class Asked(SamplingFields, Body):
     @model_validator(mode="after")
     def _check_stream(self) -> Asked:
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options goes with stream=true only")
+            raise PydanticCustomError("stream_options", "stream_options needs stream=true")
         return self
 
     @property
@@ -312,7 +313,7 @@ class AskedInChat(Asked):
     def _check_length(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise PydanticCustomError(
-                "length", "max_tokens and max_completion_tokens are the same; give one"
+                "length", "max_tokens and max_completion_tokens are the same option; give one"
             )
         return self
 
@@ -341,7 +342,7 @@ class AskedInChat(Asked):
                 )
             options["tools"] = [each.tool for each in self.tools]
             options["tool_choice"] = self.tool_choice
-        # LlamaIndex's OpenAILike requires a call even where it gives no tools
+        # LlamaIndex's OpenAILike sends "required" even without tools
         elif self.tool_choice not in ("none", "auto", "required"):
             raise InvalidOption(Given("tool_choice", self.tool_choice), " without tools; give both")
         return options
@@ -415,7 +416,7 @@ class TextForm(SchemaFormat):
     def _check_schema(self) -> TextForm:
         if ("schema_" in self.model_fields_set) != (self.type == "json_schema"):
             raise PydanticCustomError(
-                "schema", "a schema goes with type 'json_schema', which needs one"
+                "schema", "a schema and type 'json_schema' need each other; give both"
             )
         return self
 
@@ -455,7 +456,7 @@ class ResponseRequest(AskedInChat):
         for message in self.input:
             turn = message.turn
             is_call = bool(message.tool_calls) and not message.content
-            if is_call and turns and turns[-1]["role"] == "assistant":  # a turn holds all calls
+            if is_call and turns and turns[-1]["role"] == "assistant":  # one turn has all calls
                 turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
             else:
                 turns.append(turn)

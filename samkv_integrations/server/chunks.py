@@ -96,7 +96,7 @@ def router(service: Service) -> APIRouter:
     n_waiting = Counter[str]()
 
     async def in_turn(owner: str, work: Callable[[], _Made]) -> _Made:
-        """The result of ``work`` in a thread, which ends even if the client disconnects."""
+        """The result of ``work`` in a thread. The work continues even if the client disconnects."""
         if places[owner].locked() and n_waiting[owner] >= MOST_WAITING:
             raise Overloaded(
                 f"{MOST_WAITING} requests wait already to cache or delete chunks; ask again later"
@@ -115,8 +115,8 @@ def router(service: Service) -> APIRouter:
     async def cache(body: Texts, request: Request) -> CachedChunks:
         """Cache texts, so that prompts reuse their KV entries.
 
-        Valid caches stay as they are. A text that can have no cache is an error, and then none is
-        cached.
+        Valid caches stay as they are. A text that cannot be cached is an error, and no text of the
+        request is cached.
         """
         tenant: Tenant = request.state.tenant
         engine = await service.engine(tenant)
@@ -125,7 +125,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.delete("/chunks")
     async def delete(body: Texts, request: Request) -> Deleted:
-        """Delete everything that is stored about texts, for all models.
+        """Delete all stored data of texts, for all models.
 
         Records of collections stay: a question that retrieves such a text caches it again.
         """
@@ -145,7 +145,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _cache(service: Service, engine: Engine, texts: Sequence[str], owner: str) -> list[CachedChunk]:
-    """Cache the texts. Raises Failure for the first one that can have no cache."""
+    """Cache the texts. Raises Failure for the first text that cannot be cached."""
     chunks, refs = engine.chunks, list[ChunkRef]()
     for place, text in enumerate(texts):
         try:
@@ -175,7 +175,7 @@ def _figures(engine: Engine, model_name: str) -> StoreFigures:
             | {"model": model_name if row.model == engine.model.name else Path(row.model).name}
         )
         for row in store.stats().rows
-        # those of older formats do not say whose they are
+        # caches of older formats do not name their namespace
         if row.namespace == store.namespace and row.format_version == FORMAT_VERSION
     ]
     return StoreFigures(

@@ -29,11 +29,11 @@ from samkv_integrations.server.bodies import (
 from samkv_integrations.server.service import BoundedRoute, Service, Writer
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
-_CHUNKS = """Chunks of the answer as OpenAI's API has them; the data of the last is `[DONE]`. What
-the answer cost stands under `samkv` in the last chunk, with `usage` if that was asked for."""
+_CHUNKS = """Chunks of the answer, as in OpenAI's API; the data of the last event is `[DONE]`. The
+last chunk has the report under `samkv`, and `usage` if the request asks for it."""
 _EVENTS = """The events of OpenAI's API, from `response.created` over `response.output_text.delta`
-to `response.completed`, or `response.incomplete` for an answer that was cut; then `[DONE]`. What
-the answer cost stands under `samkv` in the last response."""
+to `response.completed`, or `response.incomplete` for an answer that was cut; then `[DONE]`. The
+last response has the report under `samkv`."""
 
 
 def router(service: Service) -> APIRouter:
@@ -78,7 +78,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _Parts:
-    """The text and the calls of one answer. calls: complete once the text is."""
+    """The text and the calls of one answer. calls: complete once the text is complete."""
 
     def __init__(self, body: Asked, use: ToolUse | None) -> None:
         self._shown, self._is_forced = ShownText(use), use is not None and bool(use.forced)
@@ -101,7 +101,7 @@ class _Parts:
     def _rest(self) -> str:
         _, found = self._shown.rest()
         self.calls = found.calls[: self._most_calls]
-        if self._is_forced:  # a call that max_tokens cut is no text
+        if self._is_forced:  # a call that was cut at max_tokens is not shown as text
             return ""
         return found.full_text[len(self._shown.text) :]
 
@@ -150,7 +150,7 @@ class _Writer:
             yield chunk({"delta": {"tool_calls": [{"index": number} | call]}})
         last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
         reason = self._reason(stream.finish_reason)
-        # the report names the model as this machine does, such as by a folder
+        # the report has this machine's name of the model, such as a folder
         cost = {"samkv": stream.report.to_dict() | {"model": head["model"]}}
         if self._includes_usage:
             yield chunk(last, reason)
@@ -226,7 +226,7 @@ class _ResponseWriter:
             opening = []
             text += piece
             yield event("output_text.delta", delta=piece, logprobs=[], **at)
-        if not self._parts.calls:  # the answer is an empty text
+        if not self._parts.calls:  # without calls, the answer is an empty text
             for name, data in opening:
                 yield event(name, **data)
         done = self._response(text, stream.finish_reason, stream.report)
@@ -273,7 +273,7 @@ class _ResponseWriter:
                 | usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
-            # without the name of the model in this machine, such as a folder
+            # not this machine's name of the model, such as a folder
             "samkv": report.to_dict() | {"model": self._head["model"]},
         }
 

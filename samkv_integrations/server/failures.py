@@ -24,11 +24,11 @@ from samkv_integrations.errors import (
 
 _TOO_LATE = "the answer was not complete within its timeout; ask for fewer tokens, or ask later"
 _STORE = (
-    "the server's store of chunk caches failed; its log says how, under the x-request-id of this "
-    "response"
+    "the server's store of chunk caches failed; the server's log has the cause, under the "
+    "x-request-id of this response"
 )
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
-"""Characters of a message; the middle of a longer one, such as a value, is left out."""
+"""Most characters of a message; a longer one loses its middle, such as a long value."""
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
 _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
     (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
@@ -75,11 +75,11 @@ class Failure(HTTPException):
         if isinstance(error, Failure):
             return error
         if isinstance(error, RecursionError):
-            return cls(400, "the body has lists and objects that are too deep; nest fewer")
+            return cls(400, "the body nests lists and objects too deeply; nest fewer")
         if not isinstance(error, SamkvError):
             where = "".join(traceback.format_tb(error.__traceback__))
             return cls(
-                500, "the server failed; its log says where, under the x-request-id of this "
+                500, "the server failed; its log has the cause, under the x-request-id of this "
                 "response", type="server_error", code="internal_error",
                 cause=f"{type(error).__name__}\n{where}",
             )  # fmt: skip
@@ -106,7 +106,7 @@ class Failure(HTTPException):
         match error["type"]:
             case "json_invalid":
                 why = error.get("ctx", {}).get("error", error["msg"])
-                return cls(400, f"the body is no JSON: {why}")
+                return cls(400, f"the body must be JSON: {why}")
             case "extra_forbidden" | "too_long" if error.get("ctx", {}).get("max_length", 0) == 0:
                 message = f"{param!r} is unknown or not supported here; leave it out"
                 return cls(400, message, param=param, code="unsupported_parameter")
@@ -115,7 +115,7 @@ class Failure(HTTPException):
         given, words = error.get("input"), error["msg"]
         if not where:
             if isinstance(given, bytes):
-                words = "it is not read as JSON; send the header 'content-type: application/json'"
+                words = "it must be sent as JSON; send the header 'content-type: application/json'"
             return cls(400, f"the body: {words}", code="invalid_value")
         if error["type"] == "literal_error" and " or " not in (only := error["ctx"]["expected"]):
             words = f"only {only} is supported here"

@@ -1,4 +1,4 @@
-"""A server process: its address, its run, and the memory that it returns."""
+"""The process of a server: its address, its event loop, and its memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MAX_HEADER_BYTES = 2**16
 """Most bytes of a request's headers; the server answers more with a 400."""
 
 MAX_CHUNKS = 4096
-"""Most chunks of a body in HTTP's chunked encoding. Each costs the event loop 25 µs, also if it
-holds one byte only."""
+"""Most chunks of a body in HTTP's chunked encoding. Each chunk takes the event loop 25 µs, even a
+chunk of one byte."""
 
 SWITCH_S = 5e-4
 """Seconds for which a thread keeps the GIL while another one wants it."""
@@ -42,7 +42,7 @@ RETURN_S = 30.0
 def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
     """A listening socket. port: 0 for a free one.
 
-    Raises InvalidOption if the port is taken or the address is not this machine's, or if other
+    Raises InvalidOption if the port is taken, if the address is not this machine's, or if other
     machines could reach a server without keys.
     """
     is_loopback = host == "localhost"
@@ -58,12 +58,12 @@ def listen_on(host: str, port: int, keys: ApiKeys) -> socket.socket:
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else error  # without what was tried
+        why = os.strerror(error.errno) if error.errno else error  # without the address
         taken = error.errno == errno.EADDRINUSE
         remedy = "give another --port, or 0 for a free one" if taken else "give --host and --port"
         raise InvalidOption(f"cannot listen on {host} port {port}: {why}; {remedy}") from error
     except OverflowError as error:
-        raise InvalidOption(f"--port {port}; give 0 to 65535") from error
+        raise InvalidOption(f"--port {port}; it must be from 0 to 65535") from error
 
 
 def address_of(listening: socket.socket) -> str:
@@ -84,7 +84,7 @@ class _Connection(h11.Connection):
         elif isinstance(event, h11.Data) and event.chunk_start:
             self._n_chunks += 1
             if self._n_chunks > MAX_CHUNKS:
-                raise h11.RemoteProtocolError(f"a body of more than {MAX_CHUNKS} chunks")
+                raise h11.RemoteProtocolError(f"the body has more than {MAX_CHUNKS} chunks")
         return event
 
 
@@ -95,7 +95,7 @@ class _Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server for sockets that listen already. ready: called once it answers."""
+    """A uvicorn server for listening sockets. ready: called once the server answers."""
 
     def __init__(self, app: FastAPI, grace_s: int | None, ready: Callable[[], None]) -> None:
         super().__init__(
@@ -113,12 +113,12 @@ class Server(uvicorn.Server):
 
 @cache
 def spare_memory() -> None:
-    """Return freed memory regularly; no effect with another C library than glibc."""
+    """Return freed memory to the system regularly; works only with glibc."""
 
     def give_back() -> None:
         while True:
             time.sleep(RETURN_S)
-            # glibc returns none while later pages are in use
+            # by itself, glibc returns no memory below pages in use
             with suppress(AttributeError, OSError, TypeError):
                 ctypes.CDLL(None).malloc_trim(0)
 
@@ -126,10 +126,10 @@ def spare_memory() -> None:
 
 
 def shorten_pauses() -> None:
-    """Let the model's thread go on soon, which needs the GIL again after each of its operations.
+    """Shorten the waits of the model's thread, which needs the GIL after each of its operations.
 
-    Otherwise a thread that reads a request keeps the GIL for 5 ms each time, and a collection of
-    all objects that were made until now stops all threads for a third of a second.
+    Otherwise a thread that reads a request keeps the GIL for 5 ms each time, and garbage collection
+    of all present objects stops all threads for a third of a second.
     """
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
@@ -141,8 +141,8 @@ def run(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT, then let running answers finish.
 
-    grace_s: seconds for them; None for no limit. ready: called with the server's address once it
-    answers.
+    grace_s: most seconds for running answers; None for no limit. ready: called with the server's
+    address once it answers.
     """
     spare_memory()
     shorten_pauses()

@@ -1,4 +1,4 @@
-"""How every route answers: begin an answer, write it as a body or as events."""
+"""The service behind every route: it begins an answer, and writes it as a body or as events."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-"""No cache stores an answer, and nginx forwards each event at once."""
+"""Headers that keep answers out of caches, and let nginx forward each event at once."""
 
 MAX_PARTS = 30_000
-"""Most strings, numbers, commas and opening brackets of a body, with 100 digits to a number. The
-event loop parses and checks a body in one go, and each wrong value costs it 10 µs and 1 kB."""
+"""Most strings, numbers, commas and opening brackets of a body; 100 digits count as one number. The
+event loop parses and checks a body without pause. Each wrong value takes 10 µs and 1 kB."""
 
-# It matches wherever it is tried, so that the time is linear.
+# It matches at every position, so that the time is linear.
 _PART = re.compile(rb'[^",\[{\d]*+(?:"(?:[^"\\]++|\\.)*+"?|\d{1,100}+|[,\[{]|\Z)', re.DOTALL)
 
 _log = logging.getLogger(__name__)
@@ -135,10 +135,10 @@ class BoundedRoute(APIRoute):
 
         async def bounded(request: Request) -> Response:
             try:
-                body = await request.body()  # which the request keeps
+                body = await request.body()  # the request keeps the body
             except ClientDisconnect as error:
                 raise Failure(400, "the client left before the body's end") from error
-            if b"\0" in body:  # which JSON in UTF-8 cannot hold, and in UTF-16 does
+            if b"\0" in body:  # never in JSON in UTF-8, but in UTF-16
                 raise Failure(
                     400, "the body holds a zero byte; send JSON in UTF-8", code="invalid_value"
                 )
@@ -164,7 +164,7 @@ class Writer(Protocol):
 
 
 class Service:
-    """Answers requests of all routes. since: start of the server, seconds since the epoch."""
+    """Answers requests of all routes. since: start of the server, in seconds since the epoch."""
 
     def __init__(self, tenancy: Tenancy, settings: Settings) -> None:
         self.tenancy, self.settings = tenancy, settings
@@ -173,7 +173,7 @@ class Service:
         self.since = int(time.time())
 
     def failure(self, error: Exception) -> Failure:
-        """The response to an exception, in which the model has the name that clients use."""
+        """The response to an exception, with the model's name for clients."""
         return Failure.of(error, (self.tenancy.scheduler.model.name, self.settings.model_name))
 
     def require_model(self, name: str) -> None:
@@ -259,7 +259,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Made]) -> _Ma
         return await working
     except asyncio.CancelledError:
         if watching.done() and not watching.cancelled():
-            # for log and metrics; 499 is nginx's status for it
+            # for log and metrics; 499 is nginx's status for a lost client
             raise Failure(499, "the client is gone", code="client_gone") from None
         raise  # the server ends
     finally:

@@ -1,4 +1,4 @@
-"""API keys, and the engines and collections that each may read."""
+"""API keys, and the engines and collections that each key may use."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _FORM = "give each line as KEY, KEY NAMESPACE, or KEY NAMESPACE COLLECTION..."
 class Tenant:
     """The owner of an API key: what requests with the key may use.
 
-    namespace: of its chunk caches. collections: those that it may ask. owner: identifies the key
-    for scheduling, as keys take turns.
+    namespace: that of its chunk caches. collections: the collections that it may ask. owner:
+    identifies the key for the scheduler.
     """
 
     namespace: str = ""
@@ -64,8 +64,8 @@ class ApiKeys:
             key, *rest = words
             if len(key) < LEAST_LENGTH or not (key.isascii() and key.isprintable()):
                 raise InvalidOption(
-                    f"{where}: a key has at least {LEAST_LENGTH} characters, all of them visible "
-                    f"ASCII, and this one has {len(key)}; {_FORM}"
+                    f"{where}: a key must have at least {LEAST_LENGTH} characters, all of them "
+                    f"visible ASCII, and this key has {len(key)}; {_FORM}"
                 )
             digest = _digest(key)
             if digest in self._tenants:
@@ -78,7 +78,7 @@ class ApiKeys:
 
     @property
     def tenants(self) -> Iterable[Tenant]:
-        """All tenants whose requests are answered."""
+        """All tenants that the server answers."""
         return set(self._tenants.values()) or {self._everybody}
 
     def tenant_of(self, authorization: str | None) -> Tenant | None:
@@ -104,11 +104,11 @@ class Tenancy:
     """The engines, one for each namespace, and their collections. Engines share the model.
 
     Args:
-        scheduler: runs the model, for all.
+        scheduler: runs the model, for all engines.
         folder: holds the chunk caches under ``kv``, as ``samkv ingest --dir`` leaves them.
-        remote: where machines share the chunk caches; None for nowhere.
-        database: of the collections; None for the one under ``chroma`` in ``folder``.
-        options: of every engine.
+        remote: the remote tier, where machines share chunk caches; None for no remote tier.
+        database: the database of the collections; None for the one under ``chroma`` in ``folder``.
+        options: those of every engine.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Tenancy:
             return engine
 
     def listen(self, listener: Listener) -> None:
-        """Call it at the end of each answer of all engines, those that are opened later too."""
+        """Call the listener at the end of each answer of all engines, present and later ones."""
         with self._opening:
             self._listeners.append(listener)
             for engine in self._engines.values():
@@ -156,14 +156,14 @@ class Tenancy:
 
         Raises:
             UnknownOption: it does not exist or is another tenant's, with the same message.
-            StoreError: the Chroma database cannot be used, or it is another's.
+            StoreError: the Chroma database cannot be used, or the caches belong to another one.
         """
         if collection not in tenant.collections:
             raise UnknownOption.among("collection", collection, tenant.collections or ["none"])
         engine = self.engine(tenant)
         try:
             return ChromaLink(self._database.collection(collection), engine)
-        except UnknownOption:  # deleted meanwhile; the error lists the collections of others
-            raise UnknownOption(f"collection {collection!r} is gone; ingest it again") from None
-        except InvalidOption as error:  # the server's fault, and no client's
+        except UnknownOption:  # deleted meanwhile; the error would list collections of others
+            raise UnknownOption(f"collection {collection!r} was deleted; ingest it again") from None
+        except InvalidOption as error:  # the fault is the server's, not the client's
             raise StoreError(str(error)) from error

@@ -212,7 +212,7 @@ class TestTheNote:
             lambda: link_of(tmp_path / "two", kv),
             lambda: ChromaLink(in_memory("damaged"), engine_of(kv)),
         ):
-            with pytest.raises(StoreError, match=r"chroma-owner-\w+.json.*next step: delete it"):
+            with pytest.raises(StoreError, match=r"chroma-owner-\w+.json.*delete the file, and"):
                 use()
         assert set(link.engine.store.keys()) == held
         note_of(kv).unlink()

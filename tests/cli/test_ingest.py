@@ -68,7 +68,7 @@ def test_what_is_cached_before_an_interruption_stays(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ChromaLink, "add", interrupted)
-    assert "interrupted; what is cached stays" in run("ingest", str(town), "--model", tiny).stderr
+    assert "interrupted; caches made so far" in run("ingest", str(town), "--model", tiny).stderr
     monkeypatch.setattr(ChromaLink, "add", add)
     assert f"4 prefilled by {tiny}, 2 already cached" in ran("ingest", str(town))
 
@@ -238,15 +238,15 @@ class TestWhatIsNotRead:
         os.mkfifo(town / "pipe.txt")
         (town / "folder.md").mkdir()
         found = self.skipped(str(town), "--model", tiny, code=0)
-        assert found == {"pipe.txt": "it is no regular file"}
-        assert "no regular file" in error_of("ingest", str(town / "pipe.txt"), "--model", tiny)
+        assert found == {"pipe.txt": "it is not a regular file"}
+        assert "a regular file" in error_of("ingest", str(town / "pipe.txt"), "--model", tiny)
 
     def test_what_is_not_utf_8_does_not_stop_the_others(self, town: Path, tiny: str) -> None:
         (town / "latin.txt").write_bytes("Größe".encode("latin-1"))
         found = self.skipped(str(town), "--model", tiny, code=1)
         assert "cannot be read as UTF-8 text" in found["latin.txt"]
         line = error_of("ingest", str(town / "latin.txt"), "--model", tiny)
-        assert "of 1 document none can be read" in line and "UTF-8" in line
+        assert "none of 1 document can be read" in line and "UTF-8" in line
 
     @pytest.mark.parametrize("is_named", [False, True])
     def test_a_name_that_is_not_utf_8(self, town: Path, tiny: str, is_named: bool) -> None:

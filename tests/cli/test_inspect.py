@@ -54,4 +54,4 @@ def test_what_is_missing_is_said(ingested: Path) -> None:
     ran("store", "forget", "--text", RECORDS[1].text)
     shown = ran("inspect", RECORDS[1].question, *HOW)
     assert "without a usable cache: 1 absent" in shown and "no cache" in shown
-    assert "!computed for want of a cache!" in shown
+    assert "!computed, without a usable cache!" in shown

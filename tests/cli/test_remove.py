@@ -59,7 +59,7 @@ def test_a_cache_that_another_record_uses_stays(town: Path, tiny: str) -> None:
 def test_what_was_never_ingested_is_named(town: Path, tiny: str) -> None:
     ran("ingest", str(town), "--model", tiny)
     line = error_of("remove", "towm", "notes.txt")
-    assert "no record of collection 'documents' is of towm, notes.txt; name files or" in line
+    assert "collection 'documents' has no record of towm, notes.txt; name files or" in line
     assert len(sources()) == len(RECORDS)
     result = run("remove", "towm", "town/krasplex-systems.txt")
     assert result.exit_code == 0 and "no record is of towm\n" in result.stderr

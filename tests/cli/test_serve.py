@@ -109,7 +109,7 @@ def test_namespaces_have_equal_parts_of_the_memory(
     ("arguments", "message"),
     [
         (("--host", "0.0.0.0"), "--host 0.0.0.0 without API keys"),
-        (("--port", "70000"), "--port 70000; give 0 to 65535"),
+        (("--port", "70000"), "--port 70000; it must be from 0 to 65535"),
         (("--api-keys", "nowhere.txt"), "--api-keys nowhere.txt cannot be read"),
         (("--collection", "notes"), ".samkv does not exist"),
         (("--method", "reus"), "did you mean 'reuse'?"),

@@ -142,7 +142,7 @@ def test_a_worker_refuses_another_store_or_model(
 @pytest.mark.parametrize(
     ("changed", "pool", "message"),
     [
-        ({"kv_dir": None}, {}, "kv_dir is needed"),
+        ({"kv_dir": None}, {}, "kv_dir is missing"),
         ({"model": object()}, {}, "workers load their own"),
         ({"device_map": "cuda"}, {}, "have no GPU"),
     ],

@@ -77,7 +77,7 @@ def test_other_tokens_than_transformers_fail(monkeypatch: pytest.MonkeyPatch, lo
 
     monkeypatch.setattr(Model, "tokenize_prompt", other)
     check = examined(tiny_model(), "tokens")["tokens"]
-    assert not check.ok and check.detail == "plain prompt and chat: not those of the tokenizer"
+    assert not check.ok and check.detail == "plain prompt and chat: unlike those of the tokenizer"
 
 
 def test_tokens_that_merge_across_the_end_of_a_chunk_are_those_of_transformers() -> None:

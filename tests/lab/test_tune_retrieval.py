@@ -49,8 +49,8 @@ def test_what_cannot_be_measured_is_left_out_and_counted(link: ChromaLink) -> No
     found = ready(link, asked)
     assert {one.question for one in found.questions} == {"Where is Hesmere?"}
     assert (found.uncached, found.too_long) == (1, 0)
-    with pytest.raises(EmptyInput, match="of 5 questions 4 can be asked, and 5 are needed: 0 too"):
+    with pytest.raises(EmptyInput, match="of 5 questions 4 can be asked, and 5 are needed; 0 are"):
         ready(link, asked[1:])
     window = link.engine.model.context_window
-    with pytest.raises(EmptyInput, match="of 1 questions 0 can be asked, and 5 are needed: 1 too"):
+    with pytest.raises(EmptyInput, match="of 1 questions 0 can be asked, and 5 are needed; 1 are"):
         ready(link, asked[:1], new=window)

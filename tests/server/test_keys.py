@@ -77,8 +77,8 @@ def test_every_key_is_compared_whichever_fits(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sk-short red", "line 1: a key has at least 16"),
-        ("\nsk-with-a-\N{SNOWMAN}-in-it red", "line 2: a key has at least 16"),
+        ("sk-short red", "line 1: a key must have at least 16"),
+        ("\nsk-with-a-\N{SNOWMAN}-in-it red", "line 2: a key must have at least 16"),
         ("sk-of-the-red-team red\nsk-of-the-red-team blue", "line 2: the key occurs twice"),
         ('sk-of-the-red-team "red', "line 1: No closing quotation"),
     ],

@@ -41,7 +41,7 @@ def test_a_port_that_is_taken() -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_is_none(port: int) -> None:
-    with pytest.raises(InvalidOption, match=f"--port {port}; give 0 to 65535"):
+    with pytest.raises(InvalidOption, match=f"--port {port}; it must be from 0 to 65535"):
         listen_on("127.0.0.1", port, NO_KEYS)
 
 

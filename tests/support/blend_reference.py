@@ -327,7 +327,7 @@ def blended(
     rotation = model.rotation(torch.arange(layout.n_tokens))
     at = layout.context_positions if positions == "global" else layout.prefilled_positions
     context = case.context(model.rotation(at))
-    plan = plan_pass(model, layout, case.keep, rows, updates=update is not None, weighs=False)
+    plan = plan_pass(model, layout, case.keep, rows, updates=update is not None)
     context.load(plan.blocks)
     cache, seen = DenseCache(LAYERS, capacity), _Seen()
     probe = Probe(select=seen, layout=layout, rotation=rotation, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What the chat model and the LLM of plain strings share: arguments, and options of a call."""
+"""The class that the chat model and the LLM of plain strings share: arguments, and options."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from samkv_integrations.frameworks.local_llm import (
 )
 from samkv_integrations.methods import get_method
 
-_NO_KEYS = ("method", "eviction", "timeout")  # the first two are written with their options
+_NO_KEYS = ("method", "eviction", "timeout")  # written apart, with their options
 _SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
 
-# What other providers take in a call -> what to do instead.
+# Option of a call for other providers -> what to do instead.
 _INSTEAD = {
     "model": "an LLM runs one model; make another",
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"),
@@ -47,8 +47,8 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     Arguments are the fields of this class and of `LocalLLM`, and those of every LangChain model:
     ``cache``, ``callbacks``, ``tags``, ``metadata``, ... ``model_name``, ``max_new_tokens`` and
     ``stop_sequences`` are other names of ``model``, ``max_tokens`` and ``stop``. Arguments that
-    only load the model are not kept. A call may override the options of sampling, max_tokens, stop
-    and timeout.
+    only serve to load the model are not kept. A call may override the options of sampling,
+    max_tokens, stop and timeout.
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
@@ -57,7 +57,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    if TYPE_CHECKING:  # type checkers know one name of an argument, and what a field holds
+    if TYPE_CHECKING:  # type checkers know one name of an argument, and the final type of a field
         model: str = ""
         model_name: str = ""
         max_new_tokens: int | None = None
@@ -74,11 +74,11 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         stop_sequences = property(attrgetter("stop"), doc="`stop`.")
 
     do_sample: bool | None = None
-    """Whether tokens are sampled, at temperature 1 unless one is given; None: if one is given."""
+    """Whether tokens are sampled, at temperature 1 by default; None: only with a temperature."""
     max_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     """Most tokens of an answer."""
     stop: list[str] | str | None = None
-    """Strings that end an answer and are no part of it."""
+    """Strings that end an answer; the answer does not include them."""
     max_retries: int | None = Field(default=None, ge=0)
     """Accepted for compatibility: no error here goes away by a second try."""
 
@@ -126,7 +126,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         InvalidOption.unless_among("task", task, ["text-generation"])
         InvalidOption.unless_among("backend", backend, ["default"])
         if device is not None and device_map is not None:
-            raise InvalidOption("device and device_map say the same thing; give one")
+            raise InvalidOption("device and device_map are the same option; give one")
         if device is not None:
             device_map = "cpu" if device < 0 else f"cuda:{device}"
         known = (*CALL_KWARGS, "stop_sequences")
@@ -142,13 +142,13 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     def configurable_fields(self, **kwargs: AnyConfigurableField) -> RunnableSerializable[Any, Any]:
         """Fields that a call may set in its config: options of answers.
 
-        Raises InvalidOption for what engines are made of: copies of an LLM share one.
+        Raises InvalidOption for arguments of the engine, because copies of an LLM share it.
         """
         of_engine = {*EngineFields.model_fields, "model", "tokenizer", "engine"}
         for name in sorted(kwargs.keys() & of_engine):
             raise InvalidOption(
-                f"configurable_fields({name}=...): copies of an LLM share its engine, so {name} "
-                "stays; give an LLM of each kind to configurable_alternatives"
+                f"configurable_fields({name}=...): {name} must stay, as copies of an LLM share "
+                "its engine; give several LLMs to configurable_alternatives"
             )
         return super().configurable_fields(**kwargs)
 
@@ -166,7 +166,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
             "model_name": self.model_name,
             "engine": engine.fingerprint.digest,
             "chat_template": hashlib.blake2b(template, digest_size=16).hexdigest(),
-            # a name alone would not say how it was configured
+            # with its options, which a name would not show
             "method": _written(engine.method if self.method is None else get_method(self.method)),
             "eviction": _written(engine.eviction if self.eviction is None else self.eviction),
             "match_text": self.match_text,
@@ -201,17 +201,17 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
 
     def _options(self, stop: list[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
         call = _under_one_name(given)
-        call.pop("stream", None)  # LangChain's own, which it leaves in
+        call.pop("stream", None)  # an option of LangChain alone
         for name in call.keys() & _INSTEAD.keys():
             raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
         if stop is not None:
             if call.get("stop") is not None:
-                raise InvalidOption("stop_sequences and stop are the same thing; give one")
+                raise InvalidOption("stop_sequences and stop are the same option; give one")
             call["stop"] = stop
         return self._options_of(call, self._always, self.max_tokens)
 
     def _metadata(self, answer: AnswerStream) -> dict[str, Any]:
-        """What a finished answer's ``generation_info`` and ``response_metadata`` say."""
+        """``generation_info`` and ``response_metadata`` of a finished answer."""
         self._last_report = report = answer.report
         return {
             "model_name": report.model,
@@ -224,7 +224,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
 def _written(part: str | Method | Eviction | None) -> str:
     """The `repr` without the addresses of functions, which differ between processes.
 
-    A lambda keeps its address, as nothing else tells it from others.
+    A lambda keeps its address, which alone distinguishes it from other lambdas.
     """
     return re.sub(r"<function ([\w.]+) at 0x\w+>", r"\1", repr(part))
 
@@ -234,8 +234,8 @@ def _under_one_name(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         canonical = _SYNONYMS.get(name, name)
         if canonical in found:
-            raise InvalidOption(f"{name} and {canonical} are the same thing; give one")
+            raise InvalidOption(f"{name} and {canonical} are the same option; give one")
         if canonical == "max_tokens" and isinstance(value, int):
-            check_length(name, value)  # here, where the given name is known
+            check_length(name, value)  # here, because the error should have the given name
         found[canonical] = value
     return found

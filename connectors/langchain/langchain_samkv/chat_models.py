@@ -157,13 +157,13 @@ class ChatSamKV(LocalModel, BaseChatModel):
         yield self._last_chunk(answer, shown)
 
     def _last_chunk(self, answer: AnswerStream, shown: ShownText) -> ChatGenerationChunk:
-        """The text that was held back, the calls of tools, and the token counts."""
+        """The remaining text, the tool calls, and the token counts."""
         (rest, found), metadata, report = shown.rest(), self._metadata(answer), answer.report
         calls = [
             tool_call_chunk(name=call.name, args=json.dumps(call.arguments), id=call.id, index=n)
             for n, call in enumerate(found.calls)
         ]
-        for text in found.broken:  # LangChain would take an object for the arguments of a call
+        for text in found.broken:  # LangChain would read an object as the arguments of a call
             is_object = text.lstrip().startswith("{")
             calls.append(tool_call_chunk(args=f"[{text}]" if is_object else text))
         message = AIMessageChunk(
@@ -243,7 +243,7 @@ class ChatSamKV(LocalModel, BaseChatModel):
         elif isinstance(schema, dict) and schema.keys().isdisjoint(_OF_A_TOOL):
             form = schema
         elif isinstance(schema, type) and issubclass(schema, BaseModel):
-            form = schema.model_json_schema()  # LangChain's has no references: none may recur
+            form = schema.model_json_schema()  # LangChain's has no references: no recursion
         else:
             form = convert_to_json_schema(schema)
         llm = self.bind(
@@ -279,7 +279,7 @@ def to_turns(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def _turn(message: BaseMessage) -> dict[str, Any]:
-    if isinstance(message, BaseMessageChunk):  # summed up from a stream
+    if isinstance(message, BaseMessageChunk):  # the sum of a stream
         message = message_chunk_to_message(message)
     texts = []
     blocks = [message.content] if isinstance(message.content, str) else message.content
@@ -290,10 +290,10 @@ def _turn(message: BaseMessage) -> dict[str, Any]:
             texts.append(block["text"])
         elif block.get("type") in _REASONING:
             continue
-        elif block.get("type") not in _CALL_BLOCKS:  # they are among tool_calls, too
+        elif block.get("type") not in _CALL_BLOCKS:  # call blocks are also in tool_calls
             raise InvalidOption(
-                f"a message holds a block of type {block.get('type')!r}; this model reads text "
-                "only, leave it out"
+                f"a message holds a block of type {block.get('type')!r}; it must be text; leave "
+                "the block out"
             )
     text = "\n".join(texts)  # without a line break the tokens of a chunk could merge with others
     if message.additional_kwargs.get("function_call"):
@@ -325,7 +325,7 @@ class _WholeJson(JsonOutputParser):
     """
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:  # noqa: ANN401
-        """The object; with ``partial``, as much of it as has been answered."""
+        """The object; with ``partial``, the part of it that the answer has so far."""
         if isinstance(result[0], ChatGeneration):
             metadata = result[0].message.response_metadata
             if metadata.get("finish_reason") == "length":
@@ -339,4 +339,4 @@ class _WholeJson(JsonOutputParser):
 
 
 class _WholeObject(_WholeJson, PydanticOutputParser[Any]):
-    """The same as an object of a pydantic class."""
+    """The same parser, for objects of a pydantic class."""

@@ -31,7 +31,7 @@ class SamKVDocumentTransformer(WithEngine, BaseDocumentTransformer):
     cache. A second call computes nothing.
 
     Args:
-        llm, engine: what caches, one of the two.
+        llm, engine: the component that caches, one of the two.
         show_progress: whether to show a progress bar, on standard error.
 
     Instantiate:
@@ -63,7 +63,7 @@ class SamKVDocumentTransformer(WithEngine, BaseDocumentTransformer):
         """Cache the documents' texts; returns the documents.
 
         Raises:
-            InvalidOption: the content of a document is no text.
+            InvalidOption: the content of a document is not a string.
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the store cannot be written.
         """
@@ -141,7 +141,7 @@ class SamKVDocumentCompressor(WithEngine, BaseDocumentCompressor):
         Raises:
             ChunkNotCached: a text has no cache and ``on_miss`` is ``error``.
             InvalidChunk: a text is longer than the context window, and ``on_miss`` is not ``text``.
-            InvalidOption: the content of a document is no text.
+            InvalidOption: the content of a document is not a string.
         """
         engine = self._engine.engine
         texts = [self._text(document) for document in documents]
@@ -181,7 +181,7 @@ def format_docs(documents: Sequence[Document], *, handles: bool = False) -> str:
         `SamKVDocumentCompressor` with ``mode="metadata"`` writes it; in a chain,
         ``partial(format_docs, handles=True)``.
 
-    Raises InvalidOption if the content of a document is no text.
+    Raises InvalidOption if the content of a document is not a string.
     """
     shown = []
     for document in documents:
@@ -196,7 +196,7 @@ def _content(document: Document) -> str:
     if not isinstance(text, str):
         raise InvalidOption(
             f"page_content of document {document.id!r} (metadata {document.metadata}) is "
-            f"{text!r:.40} and no text; give it a string"
+            f"{text!r:.40}; it must be a string"
         )
     return text
 

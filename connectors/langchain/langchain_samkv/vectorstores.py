@@ -73,7 +73,7 @@ class SamKVChroma(Chroma):
             ``client_settings`` Chroma sends no telemetry, as everywhere in this package.
         embedding_function: embeds documents and queries. Without one, adding documents and
             searching by text are errors; Chroma's default, a download, is not used.
-        llm, engine: what caches, one of the two.
+        llm, engine: the component that caches, one of the two.
         cache_existing: whether to cache the existing records, with a progress bar; else the log
             warns once of a collection without caches.
         show_progress: whether to show a progress bar, on standard error, while texts are cached.
@@ -230,9 +230,9 @@ class SamKVChroma(Chroma):
         ]
 
     def _records(self, ids: Sequence[str]) -> dict[str, Any]:
-        if not ids:  # an error in Chroma
+        if not ids:  # Chroma raises for an empty list
             return {"ids": [], "documents": [], "metadatas": []}
-        return self.get(ids=list(dict.fromkeys(ids)))  # a repeated id is another
+        return self.get(ids=list(dict.fromkeys(ids)))  # Chroma also raises for a repeated id
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -292,8 +292,8 @@ class SamKVChroma(Chroma):
         """
         if len(ids) != len(documents):
             raise InvalidOption(f"{len(ids)} ids and {len(documents)} documents; give one of each")
-        held = self._records(ids)
-        old = dict(zip(held["ids"], held["metadatas"], strict=True))
+        found = self._records(ids)
+        old = dict(zip(found["ids"], found["metadatas"], strict=True))
         if unknown := [id_ for id_ in ids if id_ not in old]:
             raise InvalidOption(
                 f"collection {self._collection_name!r} has no document {unknown[0]!r} to update; "
@@ -366,7 +366,7 @@ class SamKVChroma(Chroma):
 
 
 class _NoEmbedding(Embeddings):
-    """Takes the place of an embedding that was not given."""
+    """Stands for a missing embedding; every call raises."""
 
     def embed_documents(self, texts: list[str]) -> NoReturn:
         raise InvalidOption(
@@ -390,7 +390,7 @@ def _check(id_: object, text: object, metadata: Mapping[str, Any]) -> None:
     if not isinstance(id_, str) or not id_:
         raise InvalidOption(f"id {id_!r}; it must be a string of at least one character")
     if not isinstance(text, str):
-        raise InvalidChunk(f"document {id_!r} is {type(text).__name__} and no text")
+        raise InvalidChunk(f"document {id_!r} is a {type(text).__name__}; it must be a string")
     if not normalise(text):
         raise InvalidChunk(f"document {id_!r} holds no text; leave empty documents out")
     if metadata:

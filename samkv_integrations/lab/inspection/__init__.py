@@ -1,4 +1,4 @@
-"""Inspect one answer: what it read of each prompt token in each layer, beside full prefill."""
+"""Inspection of one answer: each prompt token in each layer, compared with full prefill."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _UNMEASURED = ("announce_s", "wait_s", "ttft_s", "decode_tokens_per_s")
 
 
 class State(IntEnum):
-    """What a layer does with a prompt token.
+    """The state of a prompt token at a layer.
 
-    uncached: computed, outside chunks. missed: computed, in a chunk without a usable cache.
-    kept: its stored entry is used. recomputed: computed, although it has a stored entry.
-    dropped: its stored entry is not used.
+    uncached: the token is computed, and outside chunks. missed: it is computed, in a chunk without
+    a usable cache. kept: its stored entry is used. recomputed: it is computed, although it has a
+    stored entry. dropped: its stored entry is not used.
     """
 
     UNCACHED = 0
@@ -75,7 +75,7 @@ class InspectedChunk:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Inspection:
-    """An answer and what it read. T is the number of prompt tokens, L the number of layers.
+    """An answer, and its use of prompt tokens. T: number of prompt tokens. L: number of layers.
 
     A notebook shows it as the page of `to_html`.
 
@@ -86,9 +86,9 @@ class Inspection:
     states: (L, T) uint8, values of `State`.
     attention, full_attention: (L, T) the last prompt token's attention to each token, mean over
         heads, in this answer and in full prefill.
-    answer, full_answer: of this method, and of full prefill.
-    report, full_report: their reports. Times are of single passes under observation and mean
-        little.
+    answer, full_answer: the answers of this method and of full prefill.
+    report, full_report: their reports. Their times mean little, because they are of single passes
+        under observation.
     """
 
     title: str
@@ -121,7 +121,7 @@ class Inspection:
     def state_at(self, layer: int | None = None) -> list[State]:
         """(T) the state of each token at a layer.
 
-        layer: counted from 0. None for all layers together: a token counts as recomputed if any
+        layer: index from 0; None for all layers together. Then a token counts as recomputed if any
             layer recomputes it, else as kept if any layer keeps it.
 
         Raises InvalidOption if there is no such layer.
@@ -129,7 +129,7 @@ class Inspection:
         if layer is not None and not 0 <= layer < self.n_layers:
             raise InvalidOption(
                 Given("layer", layer),
-                f"; {self.report.model!r} has {self.n_layers}, counted from 0",
+                f"; it must be from 0 to {self.n_layers - 1}, a layer of {self.report.model!r}",
             )
         found = self.states[layer or 0].clone()
         for state in (State.DROPPED, State.KEPT, State.RECOMPUTED) if layer is None else ():
@@ -184,7 +184,7 @@ class Inspection:
     def to_html(self) -> str:
         """A self-contained HTML page with every token and a slider over layers.
 
-        All texts in it are data; none becomes markup.
+        All texts are data in the page, never markup.
         """
         tokens = {
             "pieces": list(self.pieces),
@@ -204,7 +204,7 @@ class Inspection:
         try:
             Path(file).write_text(self.to_html(), encoding="utf-8")
         except OSError as error:
-            raise InvalidOption(f"{file} cannot be written ({error}); name another") from error
+            raise InvalidOption(f"{file} cannot be written ({error}); name another file") from error
 
     def _repr_html_(self) -> str:
         document = html.escape(self.to_html(), quote=True)
@@ -225,7 +225,7 @@ def inspect(
     title: str = "",
     names: Mapping[str, str] | None = None,
 ) -> Inspection:
-    """Answer ``prompt`` and record what is read of each token; then answer it by full prefill.
+    """Answer ``prompt``, record the state of each token, then answer it by full prefill.
 
     Both answers are greedy. Nothing is stored: a chunk without a cache is computed with the prompt,
     as with ``on_miss="text"``. Entries of earlier prompts with the same beginning are not used.
@@ -239,14 +239,14 @@ def inspect(
     """
     if not isinstance(engine.model, Model):
         raise InvalidOption(
-            f"{engine.model.name!r} runs on {type(engine.model).__name__}; only models of the "
-            "transformers runtime can be inspected"
+            f"{engine.model.name!r} runs on {type(engine.model).__name__}; it must be a model of "
+            "the transformers runtime; load it with that runtime"
         )
     settings = AnswerSettings.of(
         method=method, eviction=eviction, on_miss="text", max_new_tokens=max_new_tokens
     )
     with engine.resolve(prompt, chunks) as resolved:
-        answer, report, states, attention = _watched(engine, resolved, settings)
+        answer, report, states, attention = _observed(engine, resolved, settings)
         pieces = _pieces(engine.model, resolved.token_ids)
         chunk_of = torch.full((len(pieces),), -1)
         is_missed = torch.zeros(len(pieces), dtype=torch.bool)
@@ -260,7 +260,7 @@ def inspect(
     with engine.resolve(prompt, chunks) as resolved:
         full = AnswerSettings.of(method="recompute").method
         truth = replace(settings, method=full, eviction="none")
-        full_answer, full_report, _, full_attention = _watched(engine, resolved, truth)
+        full_answer, full_report, _, full_attention = _observed(engine, resolved, truth)
     states[:, is_missed] = State.MISSED
     called = names or {}
     return Inspection(
@@ -271,15 +271,15 @@ def inspect(
     )  # fmt: skip
 
 
-def _watched(
+def _observed(
     engine: Engine, resolved: Resolved, settings: AnswerSettings
 ) -> tuple[str, Report, Tensor, Tensor]:
     """An answer and its report; (L, T) the `State` of each token, and the attention to it.
 
-    `State.UNCACHED` stands for all that has no stored entry.
+    `State.UNCACHED` stands for all tokens without a stored entry.
     """
     model, most = engine.model, settings.sampling.max_new_tokens
-    assert isinstance(model, Model)  # `inspect` has looked
+    assert isinstance(model, Model)  # `inspect` has checked it
     seen: dict[int, tuple[LayerPlan, Tensor]] = {}
 
     def see(layer: ObservedLayer) -> None:

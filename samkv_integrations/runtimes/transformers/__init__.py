@@ -12,7 +12,7 @@ __all__ = ["Model", "load_model", "load_tokenizer"]
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for first: the names of papers' methods need no torch."""
+    """Import a name's module at the name's first use; names of papers' methods need no torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from samkv_integrations.runtimes.transformers import loading, runtime

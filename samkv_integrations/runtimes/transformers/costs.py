@@ -19,7 +19,7 @@ from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 
 
 def assumed_costs(model: LayeredModel) -> CostModel:
-    """Figures of a typical machine, for when nothing was measured."""
+    """The costs of a typical machine, used until costs are measured."""
     on_gpu = model.device.type == "cuda"
     flops = 60e12 if on_gpu else 60e9
     return CostModel(
@@ -27,7 +27,7 @@ def assumed_costs(model: LayeredModel) -> CostModel:
         token_s=2 * model.layer_parameters / flops,
         pair_s=4 * model.n_heads * model.head_dim / flops,
         entry_s=(1e-11 if on_gpu else 4e-9) * model.n_kv_heads * model.head_dim,
-        # for a GPU, threads read while layers run
+        # with a GPU, threads read entries while layers run
         read_s=(1e-10 if on_gpu else 1e-9) * model.n_kv_heads * model.head_dim,
     )
 
@@ -45,8 +45,8 @@ def name_of(model: LayeredModel) -> str:
 def measure(model: LayeredModel, form: EntryFormat) -> CostModel:
     """Measure the costs on this machine, by passes of one layer over made-up tokens.
 
-    The minimum of repeated runs counts, as other work on the machine only adds time. Disks are not
-    measured: entries are assumed to be in the system's page cache.
+    The minimum of repeated runs counts, because other work on the machine only adds time. Disk
+    reads are not measured: entries are assumed to be in the system's page cache.
     """
 
     def full_prefill(n_tokens: int) -> None:
@@ -85,7 +85,7 @@ def measure(model: LayeredModel, form: EntryFormat) -> CostModel:
 
 
 def _seconds(model: LayeredModel, work: Callable[[], object], repeats: int = 5) -> float:
-    """Least seconds of ``work``; on a CPU its threads' time, which other programs do not add to."""
+    """Least seconds of ``work``. On a CPU this is CPU time, to which other programs add nothing."""
     is_cpu, spent = model.device.type == "cpu", []
     work()  # the first run is slower
     for _ in range(repeats):

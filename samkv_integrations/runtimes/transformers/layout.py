@@ -1,4 +1,4 @@
-"""A layout as tensors, for what runs on them."""
+"""A layout as tensors, for the parts of methods and passes that use tensors."""
 
 from __future__ import annotations
 

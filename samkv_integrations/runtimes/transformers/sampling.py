@@ -34,9 +34,10 @@ _WARPERS: Mapping[str, Callable[[Any], LogitsProcessor]] = {
 
 
 class TransformersSampler:
-    """Chooses one token after another for one answer; remembers what it chose.
+    """Chooses the tokens of one answer, one after the other, and remembers them.
 
-    mask: rules tokens out before anything else: of what top_k leaves, none might be allowed.
+    mask: rules tokens out before all other processors, because top_k might keep forbidden tokens
+        only.
     """
 
     def __init__(

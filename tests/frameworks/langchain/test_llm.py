@@ -324,8 +324,8 @@ class TestArguments:
         ("options", "message"),
         [
             ({"modle": "builtin"}, "argument of .* 'modle'; known: api_key, .*min_p, model"),
-            ({"model": "builtin", "model_name": "builtin"}, "same thing; give one"),
-            ({"stop": ["x"], "stop_sequences": ["x"]}, "same thing; give one"),
+            ({"model": "builtin", "model_name": "builtin"}, "same option; give one"),
+            ({"stop": ["x"], "stop_sequences": ["x"]}, "same option; give one"),
             ({"temperature": 0, "do_sample": True}, "contradict"),
             ({"max_tokens": 10**6}, "max_tokens=1000000 leaves no room"),
             ({"stop": [""]}, r"stop=\[''\]"),
@@ -386,7 +386,7 @@ class TestBadInput:
             ([], "the list of messages is empty"),
             (
                 [HumanMessage([{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}])],
-                "block of type 'image_url'; this model reads text only",
+                "block of type 'image_url'; it must be text",
             ),
             (
                 [HumanMessage([{"type": "image", "base64": "AA==", "mime_type": "image/png"}])],

@@ -213,7 +213,7 @@ class TestPrompts:
         with pytest.raises(InvalidOption, match="takes no tools .* leave them out of the messages"):
             llm.chat([ChatMessage(role="tool", content="42")])
         image = ChatMessage(role="user", blocks=[ImageBlock(url="file:///a.png")])
-        with pytest.raises(InvalidOption, match="ImageBlock; this model reads text only"):
+        with pytest.raises(InvalidOption, match="ImageBlock; it must hold text only"):
             llm.chat([image])
 
     def test_model_without_template(

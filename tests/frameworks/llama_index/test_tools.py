@@ -70,7 +70,7 @@ def test_no_call(llm: SamKVLLM) -> None:
         response = llm.chat_with_tools([TOOL], QUESTION)
     assert response.message.content == "On the Tume."
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
-    with pytest.raises(InvalidOption, match="called no tool, it answered 'On the Tume.'"):
+    with pytest.raises(InvalidOption, match="called no tool; it answered 'On the Tume.'"):
         llm.get_tool_calls_from_response(response)
 
 

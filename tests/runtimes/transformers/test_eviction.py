@@ -125,7 +125,7 @@ class Case:
             n_steps,
             n_tokens=self.n_entries,
             rule=replace(rule, budget_tokens=budget),
-            weigh=METHODS["ape"].attend,
+            method_attention=METHODS["ape"].attend,
         )
         at = torch.tensor(self.computed)
         taken = LayerEntries(

@@ -219,7 +219,7 @@ class TestRefused:
     def test_a_file_that_was_cut(self, share: float, file: Path) -> None:
         data = file.read_bytes()
         file.write_bytes(data[: int(share * len(data))])
-        with pytest.raises(ModelNotFound, match="no GGUF file that is whole .*fetch it again"):
+        with pytest.raises(ModelNotFound, match="must be a whole GGUF file .*fetch it again"):
             load(file)
 
     @pytest.mark.parametrize("at", range(0, 400, 28))
@@ -262,7 +262,7 @@ class TestRefused:
         header = struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key
         path.write_bytes(header + struct.pack("<IIQ", 9, of, 10**12))
         for read in (load_model, load_tokenizer):
-            with pytest.raises(ModelNotFound, match="no GGUF file that is whole .*fetch it again"):
+            with pytest.raises(ModelNotFound, match="must be a whole GGUF file .*fetch it again"):
                 read(str(path))
 
     def test_without_the_extra(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

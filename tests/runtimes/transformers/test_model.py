@@ -134,7 +134,7 @@ class TestLoading:
             load_model(str(folder / "model"))
 
     def test_what_cannot_be_loaded(self, folder: Path) -> None:
-        with pytest.raises(InvalidOption, match=r"model_kwargs=\['colour'\].*leave it out"):
+        with pytest.raises(InvalidOption, match=r"model_kwargs=\['colour'\].*leave them out"):
             load_model(str(folder / "model"), model_kwargs={"colour": "red"})
         with pytest.raises(ModelNotFound, match="tokenizer .*model' could not be loaded"):
             load_model(str(folder / "model"), device="cpu")
@@ -155,7 +155,7 @@ class TestLoading:
 
     def test_what_is_no_loaded_model(self) -> None:
         tokenizer = byte_tokenizer(bos=True)
-        with pytest.raises(UnsupportedModel, match="a Linear is no transformers model"):
+        with pytest.raises(UnsupportedModel, match="a Linear; it must be a transformers model"):
             Model(torch.nn.Linear(1, 1), tokenizer, "mine")  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ def test_it_encodes_to_the_bits_of_the_operations(
     keys, values = keys.to(kind), values.to(kind)
     expected = form.encode_chunks(keys, values, lengths)
     tokens, _ = quantise._groups_of(tuple(lengths), keys.device)  # noqa: SLF001
-    mixed = form._mix(keys.float())  # noqa: SLF001
+    mixed = form._transform(keys.float())  # noqa: SLF001
     found = kernels.encode_entries(mixed, values, tokens, form.n_bytes, GROUP_TOKENS)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)

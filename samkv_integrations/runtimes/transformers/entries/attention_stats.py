@@ -25,10 +25,10 @@ MIN_LATER = 8
 """Fewest later tokens for which a power law is fitted to a token's column."""
 
 ATTENTION_FLOOR = 1e-8
-"""Least attention in the fit: the logarithm of one that underflows would dominate the column."""
+"""Least attention in the fit: the logarithm of an underflow would dominate its column."""
 
 MIN_PAUTA = 11
-"""Fewest values for a 3-sigma test: none of n is beyond sqrt(n - 1) standard deviations."""
+"""Fewest values for a 3-sigma test: of n values, none is beyond sqrt(n - 1) standard deviations."""
 
 _ROWS = 256
 """Queries whose attention is counted at a time, at least as many as are computed at a time."""
@@ -69,8 +69,8 @@ def layer_statistics(
     query: (C, H, T, D), key: (C, G, P + T, D), both rotated as in the prefill; consecutive query
     heads share a key-value head. The first ``n_prefix`` keys take part in the softmax and get no
     statistics. ``scaling`` multiplies the logits.
-    n_later: (C, T) int64, how many tokens of its chunk follow each token; negative behind the end
-    of a chunk that is shorter than T, where any finite numbers stand and nothing is counted.
+    n_later: (C, T) int64, how many tokens of its chunk follow each token. It is negative in the
+    padding of a chunk shorter than T: padding may be any finite numbers, and is not counted.
     value: (C, G, P + T, D), or None. With values, ``out`` (C, H, T, D) is filled with the
     attention's output, so that a layer computes its scores once.
 
@@ -92,7 +92,7 @@ def layer_statistics(
     u, hidden = _distances(n_tokens, device)
     received = torch.zeros(n_chunks, n_tokens, dtype=torch.float32, device=device)
     slope = torch.zeros_like(received)
-    # In each operation there is so little to do that their number counts.
+    # Each operation is so small that the number of operations decides the time.
     for first in range(0, n_tokens, _ROWS):
         last = min(first + _ROWS, n_tokens)
         attention = received.new_zeros(n_chunks, last - first, last)  # mean over heads
@@ -117,7 +117,7 @@ def layer_statistics(
             torch.sum(weights[..., n_prefix:], 1, out=of_tile)
         attention.div_(n_heads)
         own = attention[..., first:]
-        own.tril_(-1)  # what later tokens pay
+        own.tril_(-1)  # attention from later tokens only
         if is_token is not None:
             attention *= is_token[:, first:last]
         received[:, :last].add_(attention.sum(1))
@@ -134,10 +134,10 @@ def layer_statistics(
 
 @lru_cache(maxsize=4)
 def _distances(n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tables of which each `_ROWS` queries need a part, float32.
+    """Two float32 tables for `_ROWS` queries at a time.
 
-    (_ROWS, n + _ROWS) log of the distances of queries to the last n + _ROWS keys, 0 where there is
-    none; and (_ROWS, _ROWS) what hides later tokens from the queries.
+    (_ROWS, n + _ROWS) logarithms of the distances from the queries to the last n + _ROWS keys, 0
+    for keys at or after the query; and (_ROWS, _ROWS) the mask that hides later tokens.
     """
     n_before = -(-n_tokens // _ROWS) * _ROWS
     rows = torch.arange(_ROWS, device=device)[:, None]
@@ -210,8 +210,8 @@ def _lowest_middle(values: Tensor, blocks: ChunkBlocks) -> Tensor:
 def _pauta_limit(values: Tensor) -> Tensor:
     """(L, 1) float64 mean - 3 population sigma of the (L, n) values, nan ignored.
 
-    nan, which nothing is below, with fewer than `MIN_PAUTA` values: none could be beyond the limit,
-    except by rounding.
+    The limit is nan, so that no value is below it, for fewer than `MIN_PAUTA` values: only rounding
+    could put one of them beyond a limit.
     """
     values = values.double()
     mean = values.nanmean(1, keepdim=True)
@@ -221,7 +221,7 @@ def _pauta_limit(values: Tensor) -> Tensor:
 
 
 def _stable(importance: Tensor) -> Tensor:
-    """(L,) bool from the (L, N) importance of all blocks; inf where a block has no alpha."""
+    """(L,) bool, the stable layers. importance: (L, N); inf for a block without alpha."""
     ranked = importance[:, importance.isfinite().all(0)]
     if ranked.shape[1] < MIN_PAUTA:
         return torch.zeros(ranked.shape[0], dtype=torch.bool)
@@ -233,9 +233,9 @@ def _stable(importance: Tensor) -> Tensor:
 def stable_layers(n_layers: int, votes: Tensor | None) -> tuple[int, ...]:
     """The stable layers N* of a model without published ones, counted from 0 (Appendix A.2).
 
-    From `MIN_CHUNKS` chunks on, these are the layers of the last quarter whose votes are at least
-    the mean over all layers, and not zero: the paper finds stability in the last few layers of
-    every model. With fewer chunks, or if no layer qualifies, the last eighth of the layers.
+    With `MIN_CHUNKS` chunks or more, these are the layers of the last quarter whose votes are at
+    least the mean over all layers, and not zero: the paper finds stability in the last few layers
+    of every model. With fewer chunks, or if no layer qualifies, the last eighth of the layers.
 
     votes: (number of chunks, L) bool, ``stable`` of the model's chunks; None without chunks.
     """
@@ -268,7 +268,7 @@ def mean_of_blocks(entries: Tensor, lengths: Tensor) -> Tensor:
     n_layers, _, *shape = entries.shape
     block = torch.arange(len(lengths)).repeat_interleave(lengths).to(entries.device)
     total = entries.new_zeros(n_layers, len(lengths), *shape, dtype=torch.float32)
-    counts = lengths.clamp(min=1).to(entries.device)  # a block without tokens: 0
+    counts = lengths.clamp(min=1).to(entries.device)  # the mean of a block without tokens is 0
     return total.index_add_(1, block, entries.float()) / counts[:, None, None]
 
 

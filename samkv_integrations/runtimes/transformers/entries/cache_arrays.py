@@ -1,4 +1,4 @@
-"""The arrays of a chunk's cache: what this runtime stores besides the entries, as tensors.
+"""The arrays of a chunk cache: entries, and all else that this runtime stores, as tensors.
 
 A store keeps bytes with a dtype's name and a shape. docs/format.md has the shapes.
 """
@@ -39,8 +39,8 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 class ChunkStatistics:
     """What a chunk's attention to itself says about its blocks (paper: Appendix A).
 
-    block_max: (L,) int32, middle block of the highest importance, -1 without a middle.
-    block_min: (L,) int32, middle block of the highest unimportance, -1 without a middle.
+    block_max: (L,) int32, most important middle block; -1 for a chunk without middle blocks.
+    block_min: (L,) int32, least important middle block; -1 for a chunk without middle blocks.
     outliers: (L, T) bool, middle tokens whose alpha is below the layer's mean by 3 sigma.
     stable: (L,) bool, layers in which the chunk's leading block stands out (Appendix A.2).
     """
@@ -55,8 +55,8 @@ class ChunkStatistics:
 class BlockMeans:
     """Mean un-rotated key of each of the Nm middle blocks, in 8 bits.
 
-    codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Anchor blocks need
-    none, because their tokens are always loaded.
+    codes: (L, Nm, G, D) int8; scale: (L, Nm, G) float16; mean = codes * scale. Anchor blocks
+    need no means, because their tokens are always loaded.
     """
 
     codes: Tensor
@@ -121,7 +121,7 @@ def cache_shape(fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
 def to_tensor(array: CacheArray) -> Tensor:
     """A tensor that shares the array's memory."""
     dtype, shape = _DTYPES[array.kind.dtype], array.kind.shape
-    if not array.kind.n_bytes:  # torch refuses to see empty bytes as other numbers
+    if not array.kind.n_bytes:  # torch cannot view an empty tensor as another dtype
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(array.data).view(dtype).view(shape)
 
@@ -169,9 +169,10 @@ def cache_of(
     entries: Tensor, key_range: Tensor, local_query: Tensor, statistics: ChunkStatistics,
     block_means: BlockMeans,
 ) -> ChunkCache:  # fmt: skip
-    """The cache of a chunk, of CPU tensors, whose memory it shares.
+    """The cache of a chunk, made of CPU tensors, whose memory it shares.
 
-    entries: (L, T, E) uint8. The others are as the functions of their names give them.
+    entries: (L, T, E) uint8. All other arguments have the shapes that the functions of these names
+    return.
     """
     first = {
         "block_max": statistics.block_max, "block_min": statistics.block_min,

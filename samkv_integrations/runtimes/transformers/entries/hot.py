@@ -29,7 +29,7 @@ Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
 
 Copied = Sequence[torch.cuda.Event]
-"""Of each layer the event after which it is on the GPU; empty if all layers are."""
+"""For each layer the event after which it is on the GPU; empty once all layers are there."""
 
 _MOST_READERS = 16
 _NO_ENTRIES = np.empty((0, 0, 0), np.uint8)
@@ -37,14 +37,14 @@ _NO_ENTRIES = np.empty((0, 0, 0), np.uint8)
 
 @lru_cache(2)
 def readers(pid: int, purpose: str) -> ThreadPoolExecutor:
-    """Threads that read for questions. By process, as a fork does not inherit threads."""
+    """Threads that read caches for questions; each process has its own, as forks inherit none."""
     n_threads = min(_MOST_READERS, os.cpu_count() or 1)
     return ThreadPoolExecutor(n_threads, thread_name_prefix=f"samkv-{purpose}")
 
 
 @cache
 def copying(gpu: torch.device) -> torch.cuda.Stream:
-    """The stream that copies to a GPU, beside the one that computes there."""
+    """The stream that copies to a GPU while another stream computes there."""
     return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
 
 
@@ -52,10 +52,10 @@ def copying(gpu: torch.device) -> torch.cuda.Stream:
 class HotCache:
     """A cache in memory.
 
-    stored: closed; it tells whether the cache is current. cache: without entries.
+    stored: the closed file, which tells whether the cache is current. cache: all but the entries.
     entries: (L, T, E) uint8; key_range: (L, N, 2, G, D) float16. Both are on the host, or both on
         the device.
-    copied: a stream waits for a layer's event before it reads that layer, or the key range.
+    copied: a stream must wait for a layer's event before it reads that layer, or the key range.
     """
 
     stored: StoredChunk
@@ -66,7 +66,7 @@ class HotCache:
 
 
 class HotChunk(MemoryChunk):
-    """A chunk cache out of `HotChunks`. Nothing is read for it."""
+    """A chunk cache that `HotChunks` keeps in memory; opening it reads no file."""
 
     def __init__(self, hot: HotCache, fingerprint: Fingerprint) -> None:
         super().__init__(hot.cache, fingerprint)
@@ -79,16 +79,16 @@ class HotChunk(MemoryChunk):
 class HotChunks(ChunkReader):
     """Caches of a store in memory, packed as stored; the least recently used make room.
 
-    Before a cache is used, its file is opened, and must be the one that was read, unchanged. So a
-    chunk that any process has deleted, evicted or replaced is a miss, as it is without this class.
+    Before each use the file of the cache is opened: it must be the file that was read, unchanged.
+    So a chunk that any process has deleted, evicted or replaced is a miss, as without this class.
     Memory of deleted chunks is freed by `sweep`. Thread-safe.
 
     Args:
-        store: opens the other caches.
-        max_bytes: of all caches together; 0 for none.
-        devices: of the model's layers. With a GPU among them memory of the host is pinned. If all
-            layers are on one GPU, `bring` moves caches there that are used a second time, up to
-            ``max_bytes`` of them, and they move back when they make room.
+        store: opens all other caches.
+        max_bytes: most bytes of all hot chunks together; 0 keeps none.
+        devices: those of the model's layers. With a GPU among them, host memory is pinned. If all
+            layers are on one GPU, `bring` moves a cache there at its second use, up to
+            ``max_bytes`` of caches. A cache that makes room moves back to the host.
     """
 
     def __init__(
@@ -98,46 +98,46 @@ class HotChunks(ChunkReader):
         on_gpu = {device for device in devices if device.type == "cuda"}
         self._is_pinned = bool(on_gpu) and torch.cuda.is_available()
         self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
-        self._held: OrderedDict[Place, HotCache] = OrderedDict()  # the most recently used one last
-        self._coming: dict[tuple[int, Place], Future[None]] = {}  # by process: a fork has none
+        self._hot: OrderedDict[Place, HotCache] = OrderedDict()  # the most recently used one last
+        self._reads: dict[tuple[int, Place], Future[None]] = {}  # by process: a fork has none
         self._seen_deletion: int | None = None
         self._lock = threading.Lock()
 
     @property
     def n_bytes(self) -> int:
-        """Of the caches that are held, wherever they are."""
-        return sum(hot.stored.size for hot in [*self._held.values()])
+        """Bytes of all hot chunks, on the host and on the GPU."""
+        return sum(hot.stored.size for hot in [*self._hot.values()])
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        """As `Store.open`, which is asked for what is not held; waits while `warm` reads it."""
+        """As `Store.open`; only a chunk that is not hot is read. Waits for a read of `warm`."""
         place = (fingerprint.digest, key)
-        coming = self._coming.get((os.getpid(), place))
-        if coming is not None and not coming.cancel():  # what has not begun is read here
-            wait([coming])
-        found = self._held.get(place)
+        read = self._reads.get((os.getpid(), place))
+        if read is not None and not read.cancel():  # a read that has not begun is done here
+            wait([read])
+        found = self._hot.get(place)
         if found is not None and not found.stored.is_current():
             self.sweep()
             found = None
         if found is None:
             return self._store.open(key, fingerprint, token_ids)
         if token_ids is not None and found.cache.token_ids.tolist() != list(token_ids):
-            return self._store.open(key, fingerprint, token_ids)  # which tells what is wrong
+            return self._store.open(key, fingerprint, token_ids)  # which raises the reason
         hot = found
         if hot.copied and hot.copied[-1].query():  # type: ignore[no-untyped-call]
             hot = replace(hot, copied=())
         with self._lock:
-            if self._held.get(place) is found:  # else it was cleared, and goes with this question
-                self._held[place] = hot
-                self._held.move_to_end(place)
+            if self._hot.get(place) is found:  # else freed after this question
+                self._hot[place] = hot
+                self._hot.move_to_end(place)
         return HotChunk(hot, fingerprint)
 
     def bring(self, chunks: Sequence[StoredChunk]) -> None:
         """Begin to copy the chunks of a question that are in the host's memory to the GPU.
 
-        A stream of its own copies a layer of all chunks after the other, beside what the GPU
-        computes, see `HotChunk.copied`. The host waits for nothing.
+        A separate stream copies layer by layer, one layer of all chunks at a time, while the GPU
+        computes (see `HotCache.copied`). The host waits for nothing.
         """
         gpu, hot = self._gpu, [each for each in dict.fromkeys(chunks) if isinstance(each, HotChunk)]
         on_host = [chunk for chunk in hot if chunk.hot.entries.device != gpu]
@@ -146,21 +146,21 @@ class HotChunks(ChunkReader):
         copies, copied = copying(gpu), list[torch.cuda.Event]()
         moving: list[tuple[HotChunk, HotCache]] = []
         with self._lock:
-            with suppress(RuntimeError):  # no memory is left: the others stay where they are
+            with suppress(RuntimeError):  # no memory left: the others stay on the host
                 for chunk in on_host:
                     here = chunk.hot
-                    held = self._held.get((chunk.fingerprint.digest, chunk.key))
-                    if held is not None and held.entries.device == gpu:
-                        if held.stored is here.stored:  # moved by another question, not read again
-                            chunk.hot = held
+                    kept = self._hot.get((chunk.fingerprint.digest, chunk.key))
+                    if kept is not None and kept.entries.device == gpu:
+                        if kept.stored is here.stored:  # another question moved it
+                            chunk.hot = kept
                             continue
                     sides = here.entries, here.key_range
                     entries, key_range = (torch.empty_like(side, device=gpu) for side in sides)
                     for side in (entries, key_range):
-                        side.record_stream(copies)  # so that it is freed after the copies only
+                        side.record_stream(copies)  # freed after the copies only
                     there = replace(here, entries=entries, key_range=key_range, copied=copied)
                     moving.append((chunk, there))
-            # for what used this memory, and for caches that were moved to the host
+            # earlier work of this stream may use this memory, or move caches to the host
             copies.wait_stream(torch.cuda.current_stream(gpu))
             with torch.cuda.stream(copies):
                 for chunk, there in moving:
@@ -174,16 +174,16 @@ class HotChunks(ChunkReader):
                     copied.append(copies.record_event())
             for chunk, there in moving:
                 place, here = (chunk.fingerprint.digest, chunk.key), chunk.hot
-                held = self._held.get(place)
-                if held is not None and held.entries is here.entries:  # else as in `open`
-                    self._hold(place, there)
+                kept = self._hot.get(place)
+                if kept is not None and kept.entries is here.entries:  # else as in `open`
+                    self._keep(place, there)
                 chunk.hot = there
 
     def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
-        """Begin to read chunks, which a question will use, in threads.
+        """Begin to read, in threads, the chunks that a question will use.
 
-        Those that do not fit into ``max_bytes`` together are left to the question, as are chunks
-        that have no intact file.
+        The question itself reads the chunks that exceed ``max_bytes``, and finds out which chunks
+        have no intact file.
         """
         free, pid = self.max_bytes, os.getpid()
         with self._lock, suppress(RuntimeError):  # no more threads can be started
@@ -192,20 +192,20 @@ class HotChunks(ChunkReader):
                 free -= cache_shape(fingerprint, len(chunk.token_ids)).n_bytes
                 if free < 0:
                     break
-                if place in self._held:
-                    self._held.move_to_end(place)
-                elif (pid, place) not in self._coming:
-                    coming = readers(pid, "warm").submit(self._read, place, fingerprint)
-                    self._coming[pid, place] = coming
-                    coming.add_done_callback(partial(self._has_come, pid, place))
+                if place in self._hot:
+                    self._hot.move_to_end(place)
+                elif (pid, place) not in self._reads:
+                    read = readers(pid, "warm").submit(self._read, place, fingerprint)
+                    self._reads[pid, place] = read
+                    read.add_done_callback(partial(self._read_ended, pid, place))
 
     @property
     def is_warming(self) -> bool:
-        """Whether something that `warm` was given is still to be read."""
-        return bool(self._coming)
+        """Whether a read that `warm` began has not ended."""
+        return bool(self._reads)
 
-    def _has_come(self, pid: int, place: Place, _: Future[None]) -> None:
-        self._coming.pop((pid, place), None)
+    def _read_ended(self, pid: int, place: Place, _: Future[None]) -> None:
+        self._reads.pop((pid, place), None)
 
     def _read(self, place: Place, fingerprint: Fingerprint) -> None:
         with suppress(CacheMiss), self._store.open(place[1], fingerprint) as stored:
@@ -214,11 +214,11 @@ class HotChunks(ChunkReader):
                 self.keep(stored, entries)
 
     def fits(self, stored: StoredChunk) -> bool:
-        """Whether there can be room for a chunk: it has a file, of at most ``max_bytes``."""
+        """Whether the chunk can be hot: it has a file, of at most ``max_bytes``."""
         return 0 < stored.size <= self.max_bytes
 
     def room_for(self, stored: StoredChunk) -> Tensor | None:
-        """(L, T, E) for the entries of a chunk that `keep` shall hold; None if it cannot."""
+        """(L, T, E) memory for the entries of a chunk, for `keep`; None if there is no room."""
         if not self.fits(stored):
             return None
         with suppress(RuntimeError):  # no memory is left
@@ -227,11 +227,11 @@ class HotChunks(ChunkReader):
         return None
 
     def keep(self, stored: StoredChunk, entries: Tensor) -> None:
-        """Hold a chunk of which all entries were read, and verified, into a tensor of `room_for`.
+        """Keep a chunk whose entries were all read into a tensor of `room_for`, and verified.
 
-        A chunk whose file was deleted or changed meanwhile is not held.
+        A chunk whose file was deleted or changed meanwhile is not kept.
         """
-        # what this question does not need may be damaged, and memory may be short
+        # parts that this question does not need may be damaged, and memory may be short
         with suppress(CacheMiss, RuntimeError):
             cache = replace(stored.chunk(entries.numpy()), entries=_NO_ENTRIES)
             ranges = key_range(cache)
@@ -239,29 +239,29 @@ class HotChunks(ChunkReader):
             hot = HotCache(stored=stored, cache=cache, entries=entries, key_range=ranges)
             with self._lock:
                 if stored.is_current():
-                    self._hold((stored.fingerprint.digest, stored.key), hot)
+                    self._keep((stored.fingerprint.digest, stored.key), hot)
 
-    def _hold(self, place: Place, hot: HotCache) -> None:
-        """Hold a cache as the most recently used one, and make room for it."""
-        self._held[place] = hot
-        self._held.move_to_end(place)
+    def _keep(self, place: Place, hot: HotCache) -> None:
+        """Keep a cache as the most recently used one; the least recently used make room."""
+        self._hot[place] = hot
+        self._hot.move_to_end(place)
         free = {"cpu": self.max_bytes, "cuda": self.max_bytes}
-        for place, hot in reversed([*self._held.items()]):
+        for place, hot in reversed([*self._hot.items()]):
             was = where = hot.entries.device.type
             if free[where] < hot.stored.size:
                 where = "cpu"
             if free[where] < hot.stored.size:
-                del self._held[place]
+                del self._hot[place]
                 continue
             free[where] -= hot.stored.size
             if where != was:
                 try:
-                    self._held[place] = self._on_host(hot)
+                    self._hot[place] = self._on_host(hot)
                 except RuntimeError:  # no memory is left
-                    del self._held[place]
+                    del self._hot[place]
 
     def _on_host(self, hot: HotCache) -> HotCache:
-        """A cache in the host's memory. The host waits for no copy, and does not read it."""
+        """The cache in host memory. The host neither waits for the copy nor reads it."""
         if hot.copied:
             torch.cuda.current_stream(hot.entries.device).wait_event(hot.copied[-1])
 
@@ -284,11 +284,11 @@ class HotChunks(ChunkReader):
     def sweep(self) -> None:
         """Free all caches whose file was deleted, evicted or replaced."""
         with self._lock:
-            for place, hot in [*self._held.items()]:
+            for place, hot in [*self._hot.items()]:
                 if not hot.stored.is_current():
-                    del self._held[place]
+                    del self._hot[place]
 
     def clear(self) -> None:
-        """Free all caches; questions hold them again."""
+        """Free all caches. Later questions keep them again."""
         with self._lock:
-            self._held.clear()
+            self._hot.clear()

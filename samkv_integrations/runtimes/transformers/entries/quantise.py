@@ -39,7 +39,7 @@ HALF_STEP = 2.0**-24
 _HALF_MARGIN = 2.0**-11  # the relative error of rounding to float16
 
 _TILE = 1 << 18
-"""Numbers of keys that are computed at a time: a few MB, so that they fit a CPU's cache."""
+"""Numbers of keys per tile: a few MB, so that a tile fits a CPU's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class EntryFormat:
         return 2 * self._side + (4 * self.n_kv_heads if self.is_quantised else 0)
 
     def range_shape(self, n_tokens: int) -> tuple[int, int, int, int]:
-        """Shape of the key range of a layer: (N, 2, G, D); N is 0 if nothing is quantised."""
+        """Shape of the key range of a layer: (N, 2, G, D); N is 0 with 16 bits."""
         n_groups = -(-n_tokens // GROUP_TOKENS) if self.is_quantised else 0
         return (n_groups, 2, self.n_kv_heads, self.head_dim)
 
@@ -87,8 +87,8 @@ class EntryFormat:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Entries, key ranges, and the number for `check`, of un-rotated keys and values (T, G, D).
 
-        lengths: of chunks, one behind the other, T tokens in all. It takes as many operations for
-        many chunks as for one, and nothing waits for the device.
+        lengths: tokens of each chunk, one chunk behind the other, T in all. The number of
+        operations is the same for any number of chunks, and the host does not wait for the device.
 
         The entries are (T, E) uint8. The key ranges are (N, 2, G, D) float16, those of all chunks:
         scale and offset of each channel in each group of `GROUP_TOKENS` tokens; the last group of a
@@ -102,21 +102,23 @@ class EntryFormat:
             ]
             no_range = keys.new_empty(self.range_shape(0), dtype=torch.float16)
             return torch.cat(sides, dim=1), no_range, largest
-        mixed = self._mix(keys.float())
-        if mixed.is_cuda and (encode := encoder_of(self)) is not None:
-            tokens, _ = _groups_of(tuple(lengths), mixed.device)
-            return encode(mixed, values, tokens, self.n_bytes, GROUP_TOKENS)
-        return self._encode(mixed, values, lengths)
+        transformed = self._transform(keys.float())
+        if transformed.is_cuda and (encode := encoder_of(self)) is not None:
+            tokens, _ = _groups_of(tuple(lengths), transformed.device)
+            return encode(transformed, values, tokens, self.n_bytes, GROUP_TOKENS)
+        return self._encode(transformed, values, lengths)
 
     def _encode(
-        self, mixed: Tensor, values: Tensor, lengths: Sequence[int]
+        self, transformed: Tensor, values: Tensor, lengths: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`encode_chunks` of transformed keys, float32, operation by operation."""
         wide = values.float()
-        tokens, at = _groups_of(tuple(lengths), mixed.device)
-        of_groups = mixed.index_select(0, tokens).view(-1, GROUP_TOKENS, *mixed.shape[1:])
+        tokens, at = _groups_of(tuple(lengths), transformed.device)
+        of_groups = transformed.index_select(0, tokens).view(
+            -1, GROUP_TOKENS, *transformed.shape[1:]
+        )
         ends = of_groups.amin(1), of_groups.amax(1), wide.amin(-1), wide.amax(-1)
-        # It is NaN if any number is. A test of each takes five times as long.
+        # The maximum is NaN if any number is. A test of every number takes five times as long.
         largest = torch.cat([side.flatten() for side in ends]).abs().max()
         key_range = self._range(*ends[:2]).transpose(0, 1).contiguous()
         scale, offset = key_range.float()[:, :, None].unbind(1)
@@ -151,7 +153,7 @@ class EntryFormat:
             return self._raw(side)
         # index_select copies whole rows, several times faster than indexing
         scale, offset = key_range.float().index_select(0, group).unbind(1)
-        return self._mix(torch.addcmul(offset, self._codes(side), scale))
+        return self._transform(torch.addcmul(offset, self._codes(side), scale))
 
     def values(self, entries: Tensor) -> Tensor:
         """(T, G, D) values of entries (T, E): float32, or ``dtype`` with 16 bits."""
@@ -163,14 +165,14 @@ class EntryFormat:
         return self._codes(side).mul_(scale).add_(offset)
 
     @cached_property
-    def _mixed_channels(self) -> int:
+    def _hadamard_channels(self) -> int:
         """Size of the Hadamard transform: the largest power of two that divides D / 2."""
         half = self.head_dim // 2
         return half & -half
 
-    def _mix(self, channels: Tensor) -> Tensor:
+    def _transform(self, channels: Tensor) -> Tensor:
         """The Hadamard transform, its own inverse, of float32 channels (..., D or D / 2)."""
-        size = self._mixed_channels
+        size = self._hadamard_channels
         return (channels.reshape(-1, size) @ _hadamard(size, channels.device)).view_as(channels)
 
     def _range(self, low: Tensor, high: Tensor) -> Tensor:
@@ -220,12 +222,12 @@ def groups(n_tokens: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _groups_of(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens of each group of chunks, one behind the other, and where each token is there.
+    """(N * GROUP_TOKENS,) the tokens of each group of all chunks; (T,) each token's index there.
 
-    (N * GROUP_TOKENS,) and (T,). A short group repeats its chunk's last token: this changes neither
-    its smallest nor its largest number.
+    A short group repeats its chunk's last token, which changes neither the smallest nor the largest
+    number of the group.
     """
-    where = device if len(lengths) == 1 else torch.device("cpu")  # many are copied there together
+    where = device if len(lengths) == 1 else torch.device("cpu")  # copied at once if many
     tokens, at, first, n_before = list[Tensor](), list[Tensor](), 0, 0
     for length in lengths:
         n_rows = -(-length // GROUP_TOKENS) * GROUP_TOKENS
@@ -257,8 +259,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x * cos + rotate_half(x) * sin``, half by half, without a copy of ``x`` (..., D).
 
-    cos, sin: (..., D / 2), of either half. On a CPU those that broadcast over heads take twice as
-    long.
+    cos, sin: (..., D / 2), the same for both halves. On a CPU, broadcasting over heads takes twice
+    as long.
     """
     turned, half = torch.empty_like(x), x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -279,7 +281,7 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `unrotate` computes with in all layers of a pass."""
+    """The tensors that `unrotate` shares among the layers of a pass."""
     cos, sin = (side[..., None, : side.shape[-1] // 2].float() for side in (cos, sin))
     norm = cos.square() + sin.square()
     return cos, -sin, torch.cat((norm, norm), -1)
@@ -325,8 +327,8 @@ class Entries:
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Write keys, rotated to their positions, and values, into (n, G, D) each.
 
-        With one kernel where there is one. On a CPU, `_TILE` numbers at a time, which is faster
-        than all at once.
+        One kernel does it where `kernel_of` finds one. A CPU computes `_TILE` numbers at a time,
+        which is faster than all at once.
         """
         if self.codes.is_cuda and (kernel := kernel_of(self.form)) is not None:
             cos, sin = self.cos[:, 0], self.sin[:, 0]
@@ -351,7 +353,7 @@ class Entries:
         return logits
 
     def _parts(self, n_numbers: int) -> Iterator[slice]:
-        """Of the tokens; those that are computed at a time. n_numbers: of a token's keys."""
+        """Slices of the tokens, each computed at a time. n_numbers: numbers of a token's keys."""
         size = max(1, _TILE // n_numbers) if self.codes.is_cpu else len(self)
         for first in range(0, len(self), size):
             yield slice(first, first + size)
@@ -364,7 +366,7 @@ class Entries:
     def _rotated(self, part: slice, codes: Tensor) -> Tensor:
         """(m, G, D) float32 keys of some entries, rotated to their positions.
 
-        Most of the work that a pass does for a context token.
+        A pass spends most of its time for context tokens here.
         """
         if self.tokens is None:
             cos, sin = self.cos[part], self.sin[part]
@@ -386,7 +388,7 @@ class Entries:
         )
 
     def with_computed(self, at: Tensor, keys: Tensor, values: Tensor) -> Entries:
-        """A copy with other rotated keys and values (k, G, D) at indices (k,), in own groups."""
+        """A copy with these rotated keys and values (k, G, D) at indices (k,), in own groups."""
         if not len(at):
             return self
         tokens = at if self.tokens is None else self.tokens[at]
@@ -406,13 +408,13 @@ class Entries:
 
 def _may_have_kernels(form: EntryFormat) -> bool:
     half = form.head_dim // 2
-    is_suited = form.bits == 4 and form._mixed_channels == half and half >= 16
+    is_suited = form.bits == 4 and form._hadamard_channels == half and half >= 16
     return is_suited and torch.cuda.is_available()
 
 
 @lru_cache(maxsize=16)
 def encoder_of(form: EntryFormat) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    """`triton_kernels.encode_entries` if a trial here finds the operations' bits; else None."""
+    """`triton_kernels.encode_entries` if a trial gives the operations' bits; else None."""
     if not _may_have_kernels(form):
         return None
     try:
@@ -425,7 +427,7 @@ def encoder_of(form: EntryFormat) -> Callable[..., tuple[Tensor, Tensor, Tensor]
         tokens, _ = _groups_of(lengths, drawn.device)
         found = triton_kernels.encode_entries(*given, tokens, form.n_bytes, GROUP_TOKENS)
         if not all(map(torch.equal, found, form._encode(*given, lengths))):
-            raise RuntimeError("Triton's kernel comes to other bits")
+            raise RuntimeError("Triton's kernel gives other bits than PyTorch's operations")
     except Exception as error:  # from Triton, see `kernel_of`
         _log.warning("chunk caches are encoded step by step, which is slower: %s", error)
         return None

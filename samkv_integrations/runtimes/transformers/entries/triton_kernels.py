@@ -1,8 +1,8 @@
 """Triton kernels that decode 4-bit entries to keys and values on a CUDA device, and encode them.
 
 `Entries.write` and `EntryFormat.encode_chunks` do the same in some twenty and fifty operations,
-each of which reads and writes all numbers in float32. The module is imported only where there is
-such a device.
+each of which reads and writes all numbers in float32. The module is imported only if there is a
+CUDA device.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _to_half(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
 
 @triton.jit
 def _range(low, high):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """As `EntryFormat._range`, to the bit: a plain division on a GPU is not rounded as IEEE's."""
+    """The same bits as `EntryFormat._range`; a GPU's plain division does not round as IEEE does."""
     offset = _to_half(low - tl.abs(low) * 0.00048828125)  # 2^-11
     step = tl.div_rn(high - offset.to(tl.float32), tl.full(low.shape, 15.0, tl.float32))
     return _to_half(step + 5.960464477539063e-08), offset  # 2^-24
@@ -102,7 +102,7 @@ def _range(low, high):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
 
 @triton.jit
 def _codes(x, scale, offset):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """float32 codes; 1.5 * 2^23 more, then less, rounds half to even."""
+    """float32 codes; adding and subtracting 1.5 * 2^23 rounds half to even."""
     code = tl.div_rn(x - offset.to(tl.float32), scale.to(tl.float32))
     return tl.minimum(tl.maximum(code, 0.0), 15.0) + 12582912.0 - 12582912.0
 
@@ -145,10 +145,10 @@ def _encode_entries(  # type: ignore[no-untyped-def]  # noqa: ANN202
 def encode_entries(
     keys: Tensor, values: Tensor, tokens: Tensor, n_bytes: int, group_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `EntryFormat.encode_chunks` in 4 bits, the same bits, of transformed keys and values.
+    """The same bits as `EntryFormat.encode_chunks` in 4 bits, from transformed keys and values.
 
     keys: (T, G, D) float32, after the Hadamard transform. values: (T, G, D). tokens: the
-    ``group_tokens`` tokens of each of N groups, in which a token may repeat itself.
+    ``group_tokens`` tokens of each of N groups; a group may repeat a token.
     """
     n_tokens, n_heads, head_dim = keys.shape
     n_groups = len(tokens) // group_tokens

@@ -18,17 +18,17 @@ from torch import Tensor
 from samkv_integrations.methods.eviction import Eviction
 
 TILE = 2**23
-"""Attention weights (float32) that are held at a time."""
+"""Attention weights (float32) in memory at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The attention of one layer over the entries that it holds, in order of position.
+    """The attention of one layer over its entries, which are in order of position.
 
-    During decoding the order may be any, with the newest entry last.
+    During decoding entries may be in any order, but the newest one is last.
 
     query: (H, R, D) after RoPE, of entries that have just been computed.
-    slots: (R,) CPU, their places among the held entries; an entry sees those up to its own place.
+    slots: (R,) CPU, the slots of these entries; an entry sees the slots up to its own.
     keys: (S, G, D), rotated. scaling: the model's.
     """
 
@@ -39,7 +39,7 @@ class Seen:
 
     @property
     def n_entries(self) -> int:
-        """S, the entries held."""
+        """S, the entries of the layer."""
         return len(self.keys)
 
     def weights(self, since: int = 0) -> Iterator[Tensor]:
@@ -64,7 +64,7 @@ class Seen:
 class Keeper(ABC):
     """Decides which entries one layer keeps during one answer. It may have state, but no entries.
 
-    budget: entries that it keeps at most.
+    budget: most entries to keep.
     """
 
     def __init__(self, budget: int) -> None:
@@ -78,7 +78,7 @@ class Keeper(ABC):
     def step(self, seen: Seen) -> int | Tensor | None:
         """The slot to evict after a token of the answer, or (G,) one of each head; None for none.
 
-        The newest entry moves there from the end.
+        The newest entry moves from the end to the evicted slot.
         """
 
 
@@ -86,8 +86,8 @@ class Once(Keeper):
     """Chooses once, after the prompt.
 
     choose: seen -> (budget, G) slots; called only with more than ``budget`` entries.
-    recent: then each new entry replaces the oldest of so many last ones; with 0, entries of the
-        answer come on top of the budget.
+    recent: size of the window of last entries, whose oldest one each new entry replaces; with 0,
+        entries of the answer come on top of the budget.
     """
 
     def __init__(self, budget: int, choose: Callable[[Seen], Tensor], recent: int = 0) -> None:
@@ -111,13 +111,13 @@ class DroppingEviction(Eviction):
     """A rule that drops entries permanently."""
 
     slides: ClassVar[bool]
-    """Whether it also evicts during the answer, and so never exceeds its budget."""
+    """Whether the rule also evicts during the answer, and so never exceeds its budget."""
 
     @property
     def n_queries(self) -> int | None:
-        """How many of the prompt's last entries it needs the queries of; None for all.
+        """How many of the prompt's last tokens the rule needs queries of; None for all.
 
-        All others may come from the prefix cache.
+        Entries of all other tokens may come from memory, as a cached prefix.
         """
         return None
 
@@ -168,11 +168,11 @@ def best_of_heads(scores: Tensor, count: int) -> Tensor:
     """(G, count) columns, ascending: the best of all query heads that share a key-value head.
 
     scores: (G, H/G, N). A key-value head keeps the union of its query heads' best k, for the
-    largest k that fits into ``count``. The next best of each query head fill the rest; if not all
-    of them fit, those with the largest sum over the heads.
+    largest k that fits into ``count``. The next best columns of each query head fill the rest. If
+    not all of them fit, the columns with the largest sum over the heads do.
     """
     ranks = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    best = ranks.amin(1)  # (G, N), the rank that the keenest head gives
+    best = ranks.amin(1)  # (G, N), the best rank that any query head gives
     by_sum = scores.sum(1).argsort(dim=-1, descending=True, stable=True)
     order = by_sum.gather(-1, best.gather(-1, by_sum).argsort(dim=-1, stable=True))
     return order[:, :count].sort(-1).values

@@ -76,8 +76,8 @@ class H2O(DroppingEviction):
 
     Deviations: during the prompt nothing is evicted; its attention is accumulated as a whole, and
     the choice is made once, as in the authors' code. Attention is summed over the query heads that
-    share a key-value head; in the paper's models none do. Only entries computed for this question
-    count as attending, not those of chunk caches.
+    share a key-value head; in the paper's models none do. Only tokens computed for this question
+    count as attending, not tokens loaded from chunk caches.
     """
 
     name: ClassVar[str] = "h2o"
@@ -189,9 +189,9 @@ class SnapKV(DroppingEviction):
     neighbourhood. Defaults are those of the paper's LongBench runs, as is pooling by the maximum.
 
     Deviations: query heads that share a key-value head share its budget (`best_of_heads`); the
-    paper's code repeats key-value heads for each query head. In the window only entries computed
-    for this question attend, as those of the question always are. Neighbours are neighbours among
-    the entries that the method kept.
+    paper's code repeats key-value heads for each query head. In the window only tokens computed
+    for this question attend; the question's own tokens always are. Neighbours are counted among the
+    entries that the method kept.
     """
 
     window: int = 32

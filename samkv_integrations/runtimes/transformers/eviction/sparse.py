@@ -1,4 +1,4 @@
-"""Rules that drop nothing: each step looks up a few context tokens, `Quest` and two others.
+"""Rules that drop nothing: each step attends to a few context tokens only.
 
 Tang et al.: Query-Aware Sparsity for Efficient Long-Context LLM Inference. Xiao et al.: InfLLM,
 Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory. Liu et al.:
@@ -70,16 +70,16 @@ class InfLLM(SparseEviction):
     summed over heads. The method `multi-infllm`, SamKV's baseline of that name, chooses once,
     before the first token.
 
-    first, last: context tokens at both ends that each step attends to; so are those that fill no
-    block. block: tokens of a block. representatives: of a block (4 in the paper), or all of its
-    tokens if it has fewer.
+    first, last: context tokens at both ends that each step attends to. It also attends to tokens
+    that fill no block. block: tokens of a block. representatives: tokens that represent a block
+    (4 in the paper), or all of its tokens if it has fewer.
 
     Deviations: the paper has 128 first and 4,096 last tokens, of the whole prompt, and blocks of
         128, for longer prompts; here first and last count context tokens, and tokens outside the
         context come on top. Keys keep their true positions; the paper gives all blocks the same
         distance, to exceed the length that a model was trained for, which this engine never does.
-        Only tokens computed for this question attend, at any distance: with the method
-        ``recompute`` all do. The prompt itself is computed without blocks.
+        Only tokens computed for this question count as attending, at any distance: with the method
+        ``recompute`` all tokens do. The prompt itself is computed without blocks.
     """
 
     first: int = 16

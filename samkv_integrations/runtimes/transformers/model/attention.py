@@ -1,4 +1,4 @@
-"""The attention function that decoder layers call, and linear layers over a single token.
+"""The attention function that decoder layers call; and linear layers over a single token.
 
 No model code is patched. An attention function is registered under the name ``samkv``; a decoder
 layer hands it the layer's queries, keys and values after RoPE, together with the ``attend``
@@ -71,10 +71,11 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Scaled dot-product attention of (batch, H, R, D) over (batch, G, S, D), grouped heads.
 
-    mask: (R, S) or (batch, H, R, S), bool, True where a query sees a key, or what is added to
-        scores; or what `of_groups` made of it.
+    mask: (R, S) or (batch, H, R, S): bool, True where a query sees a key, or numbers to add to the
+        scores. Or the result of `of_groups`.
     score_cap: scores stay below it (Gemma 2, arXiv 2408.00118, section 2).
-    sinks: (H,) score of each head that no key takes (gpt-oss, arXiv 2508.10925, section 2.2).
+    sinks: (H,) for each head, a score in the softmax that belongs to no key (gpt-oss, arXiv
+        2508.10925, section 2.2).
     may_round: whether scores may be rounded to bfloat16, where that is faster.
     """
     (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
@@ -91,7 +92,7 @@ def attention(
             mask = query.new_ones(1, n_keys, dtype=torch.bool) if mask is None else mask
             is_bool = mask.dtype == torch.bool
             mask = F.pad(mask, (0, more_keys), value=False if is_bool else -torch.inf)
-            if mask.shape[-2] > 1:  # a row that sees nothing would be NaN
+            if mask.shape[-2] > 1:  # a query that sees no key would give NaN
                 mask = F.pad(mask, (0, 0, 0, more_rows), value=True if is_bool else 0.0)
         output = attention(
             query, key, value, scaling, mask, causal, score_cap=score_cap, sinks=sinks,
@@ -101,10 +102,10 @@ def attention(
     if is_explicit:
         return _explicit_attention(query, key, value, scaling, mask, causal, score_cap, sinks)
     groups = n_heads // n_kv_heads
-    # Neither a CPU's kernel for a single token nor CUDA's kernels with a mask know grouped heads.
-    # The heads of a group are queries of one head then. A key is read once, not once a head: ten
-    # times as fast on CPUs (docs/decisions.md). On CUDA that is where masks of the heads are
-    # smaller than keys and values of the heads would be.
+    # Neither a CPU's kernel for a single token nor CUDA's kernels with a mask support grouped
+    # heads. So the heads of a group become queries of one head. Each key is then read once, not
+    # once for each head, which is ten times as fast on CPUs (docs/decisions.md). On CUDA this pays
+    # if the masks for all heads are smaller than keys and values for all heads would be.
     is_single = n_rows == 1 and not causal and query.device.type == "cpu"
     is_masked = mask is not None and query.is_cuda
     if groups > 1 and (is_single or (is_masked and _suits_groups(n_rows, groups, n_heads, size))):
@@ -114,8 +115,8 @@ def attention(
             mask = mask.expand(n_batch, n_heads, n_rows, n_keys)
             mask = mask.reshape(n_batch, n_kv_heads, groups * n_rows, n_keys)
         if is_single and key.dtype.itemsize == 2:
-            # The kernel waits for memory, as it reads in an order that processors do not foresee.
-            # After a read in a row, which they do, a step takes .94 to 1 of the time.
+            # The kernel waits for memory, because processors do not foresee the order in which it
+            # reads. If the memory is read in sequence first, a step takes .94 to 1 of the time.
             for side in (key, value):
                 side.view(torch.int32).amax()
         as_queries = query.reshape(n_batch, n_kv_heads, groups * n_rows, size)
@@ -136,7 +137,7 @@ def _suits_groups(n_rows: int, groups: int, n_heads: int, size: int) -> bool:
 def of_groups(mask: Tensor, n_heads: int, n_kv_heads: int, size: int) -> Tensor:
     """The mask (R, S) as `attention` needs it on a device, for many layers: (H / G * R, S).
 
-    Rows begin at multiples of 8 numbers: PyTorch copies other masks in every layer.
+    Rows begin at multiples of 8 numbers, because PyTorch copies all other masks in every layer.
     """
     groups, n_keys = n_heads // n_kv_heads, mask.shape[1]
     if groups > 1 and mask.is_cuda and _suits_groups(len(mask), groups, n_heads, size):
@@ -145,13 +146,13 @@ def of_groups(mask: Tensor, n_heads: int, n_kv_heads: int, size: int) -> Tensor:
 
 
 _MANY_ROWS = 64
-"""From so many on, kernels of CPUs for 16 bits are compiled for each shape."""
+"""From this many rows on, a CPU's kernels for 16 bits are compiled for each shape."""
 
 
 def _more(n_rows: int, n_keys: int, causal: bool, is_explicit: bool) -> tuple[int, int]:
-    """Rows and keys of zeros that attention in 16 bits gets on CPUs, so that it has few shapes.
+    """Rows and keys of zeros to add to attention in 16 bits on CPUs, so that it has few shapes.
 
-    PyTorch and oneDNN compile a program of .1 to 1.3 MB for each, and PyTorch keeps all of them.
+    PyTorch and oneDNN compile a program of .1 to 1.3 MB for each shape, and PyTorch keeps them all.
     """
     more_keys = -n_keys % (16 if causal and not is_explicit else 64)
     if causal:
@@ -160,15 +161,15 @@ def _more(n_rows: int, n_keys: int, causal: bool, is_explicit: bool) -> tuple[in
 
 
 _SCORES = 1 << 20
-"""Scores that are computed at a time, where that is done explicitly: they nearly fit a cache."""
+"""Scores per tile of explicit attention: a tile nearly fits a CPU's cache."""
 
 
 @cache
 def products_are_faster() -> bool:
-    """Whether scores as a product of matrices beat the fused kernel of a CPU, by a trial of .05 s.
+    """Whether matrix products for scores beat a CPU's fused kernel, by a trial of .05 s.
 
-    With a mask, in bfloat16, some processors then take less than half of the time; the fused kernel
-    keeps scores in float32, products round them to bfloat16 (docs/decisions.md).
+    With a mask and in bfloat16, some processors take less than half the time for products. The
+    fused kernel keeps scores in float32; products round them to bfloat16 (docs/decisions.md).
     """
     with torch.inference_mode():
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
@@ -183,7 +184,7 @@ def products_are_faster() -> bool:
 
 
 def is_faster(one: Callable[[], Tensor], other: Callable[[], Tensor], by: float = 0.8) -> bool:
-    """Whether ``one`` takes less than ``by`` of the time, of four calls each the fastest."""
+    """Whether ``one`` takes less than ``by`` of the time of ``other``: the best of four calls."""
     seconds: dict[Callable[[], Tensor], list[float]] = {one: [], other: []}
     for _ in range(4):
         for call, taken in seconds.items():
@@ -197,13 +198,13 @@ def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None, causal: bool,
     score_cap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`attention`, what no kernel does."""
+    """`attention` for the cases that no kernel supports."""
     (n_batch, n_heads, n_rows, size), (n_kv_heads, n_keys) = query.shape, key.shape[1:3]
     tile = max(16, _SCORES // (n_batch * n_heads * n_keys) // 16 * 16)  # few shapes, see `_more`
     query, outputs = query * scaling, []
     for start in range(0, n_rows, tile):
         rows = slice(start, min(start + tile, n_rows))
-        # The heads of a group are more queries of its key-value head, which is not copied for them.
+        # The heads of a group become queries of their key-value head, which is not copied.
         grouped = query[:, :, rows].reshape(n_batch, n_kv_heads, -1, size)
         scores = (grouped @ key.mT).view(n_batch, n_heads, -1, n_keys)
         if score_cap is not None:
@@ -237,9 +238,9 @@ def attention_of_token(
 ) -> Tensor:
     """Attention of one token's query (1, H, 1, D) over the first ``n_keys`` of keys and values.
 
-    keys, values: (G, S, D), contiguous, or they would be copied. As products of matrices, which
-    round scores to bfloat16. oneDNN compiles a program for each S, so there should be few. Values
-    that are not seen must be finite.
+    keys, values: (G, S, D); tensors that are not contiguous would be copied. Values after
+    ``n_keys`` must be finite. Matrix products compute it, which round scores to bfloat16. oneDNN
+    compiles a program for each S, so callers should use few sizes.
     """
     n_kv_heads, _, size = keys.shape
     grouped = query.reshape(n_kv_heads, -1, size) * scaling
@@ -271,10 +272,10 @@ _WIDEST = 2048  # inputs of a layer; above, MKL's product of a matrix and a vect
 
 
 def for_single_token(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """A block in which linear layers over one token are computed as it is faster.
+    """Inside this block, linear layers over one token are computed in the faster of two ways.
 
-    That may be as a few products in a batch, see `parts_are_faster`. Results differ in the last
-    bits only. No module is changed.
+    One way is a batch of a few products (see `parts_are_faster`). Results differ in the last bits
+    only. No module is changed.
     """
     is_float32 = device.type == "cpu" and dtype == torch.float32
     return InParts() if is_float32 and parts_are_faster() else nullcontext()
@@ -284,8 +285,8 @@ def for_single_token(device: torch.device, dtype: torch.dtype) -> AbstractContex
 def parts_are_faster() -> bool:
     """Whether this processor reads float32 weights faster as `InParts`, by a trial of .1 s.
 
-    With MKL a product of a matrix and a vector then takes .4 of the time on AMD's processors, and
-    twice the time on Intel's (docs/decisions.md).
+    With MKL, a product of a matrix and a vector takes .4 of the time in parts on AMD's processors,
+    and twice the time on Intel's (docs/decisions.md).
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -296,7 +297,7 @@ def parts_are_faster() -> bool:
 
 
 _TRIED = 2**24
-"""Numbers of the matrix of that trial: more than the caches of most processors hold."""
+"""Numbers of the trial's matrix: more than fit the caches of most processors."""
 
 
 def _parts(x: Tensor, weight: Tensor) -> Tensor:
@@ -306,7 +307,7 @@ def _parts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class InParts(TorchFunctionMode):
-    """A block in which linear layers over one token are a few products in a batch."""
+    """Inside this block, linear layers over one token are a batch of a few products."""
 
     def __torch_function__(
         self,
@@ -320,7 +321,7 @@ class InParts(TorchFunctionMode):
         x, weight, bias = (*args, None)[:3]
         n_outputs, n_inputs = weight.shape
         is_suited = (
-            type(weight) in (Tensor, torch.nn.Parameter)  # quantised ones know their own products
+            type(weight) in (Tensor, torch.nn.Parameter)  # quantised ones have own products
             and x.numel() == n_inputs <= _WIDEST
             and n_outputs % _PARTS == 0
             and weight.is_contiguous()

@@ -1,7 +1,7 @@
-"""A decoder layer in as few operations as it takes.
+"""A decoder layer in as few operations as possible.
 
-transformers' modules would be half of a step's time with packed weights, and take twice the
-operations of a pass. The numbers are those of the modules on a CPU, to the last bit.
+With packed weights, transformers' modules would take half of a step's time, and twice the
+operations. On a CPU the results equal those of the modules to the last bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from samkv_integrations.runtimes.transformers.model.packed_weights import (
 )
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers are computed so."""
+"""Families whose layers `run` computes."""
 
 
 class PackedLayer:
@@ -35,7 +35,7 @@ class PackedLayer:
 
     @classmethod
     def of_all(cls, config: Any, layers: Any) -> list[PackedLayer]:  # noqa: ANN401
-        """Those of a model; none if it has other layers."""
+        """The packed layers of a model; an empty list if its layers are not packed."""
         is_one = all(is_plain(config, layer) for layer in layers) and all(
             isinstance(linear, PackedLinear)
             for layer in layers
@@ -70,7 +70,7 @@ def _silu() -> type[nn.Module]:
 def _is_known(kind: Any) -> bool:  # noqa: ANN401
     if issubclass(kind, nn.Linear):
         return kind.__module__.partition(".")[0] in _ROOTS
-    kinds = ("transformers.models.", "gptqmodel.")  # the latter for AWQ and GPTQ
+    kinds = ("transformers.models.", "gptqmodel.")  # gptqmodel for AWQ and GPTQ
     return kind.__module__.startswith(kinds) or kind is _silu()
 
 
@@ -81,7 +81,7 @@ def _product(linear: Any, rows: Tensor, packed: PackedLayer | None = None) -> Te
     """(R, n) -> (R, m)."""
     if packed is not None:
         return linear.packed_product(rows)  # type: ignore[no-any-return]
-    return linear(rows[None])[0]  # type: ignore[no-any-return]  # AWQ counts tokens by two axes
+    return linear(rows[None])[0]  # type: ignore[no-any-return]  # AWQ needs two axes of tokens
 
 
 def run(
@@ -94,8 +94,8 @@ def run(
 ) -> Tensor:
     """Run a decoder layer over hidden (1, R, hidden).
 
-    cos, sin: (R, D) of the tokens' positions. attend: gets queries, keys and values. packed: its
-    products, for few tokens.
+    cos, sin: (R, D) of the tokens' positions. attend: gets queries, keys and values. packed: the
+    layer's packed products, for few tokens.
     """
     attention, mlp = layer.self_attn, layer.mlp
     n_rows, size = hidden.shape[1], cos.shape[-1]
@@ -113,7 +113,7 @@ def run(
         query, key = both[:, :-n_kv_heads], both[:, -n_kv_heads:]
     if hasattr(attention, "q_norm"):
         query, key, both = _normed(attention.q_norm, query), _normed(attention.k_norm, key), None
-    if n_rows > MOST_TOKENS and not query.is_cuda:  # a copy of both would leave a CPU's cache
+    if n_rows > MOST_TOKENS and not query.is_cuda:  # copies of both would not fit a CPU's cache
         query, key = _turned(query, cos, sin), _turned(key, cos, sin)
     else:
         n_heads = query.shape[1]
@@ -128,7 +128,7 @@ def run(
     normed = _normed(layer.post_attention_layernorm, rows)
     if packed is None:
         gate = _product(mlp.gate_proj, normed)
-        F.silu(gate, inplace=True)  # in no memory of its own, while it is in a CPU's cache
+        F.silu(gate, inplace=True)  # in place, while the numbers are in a CPU's cache
         gate.mul_(_product(mlp.up_proj, normed))
     else:
         gate, up = packed.gate_up.product(normed).chunk(2, 1)
@@ -138,7 +138,7 @@ def run(
 
 @lru_cache(maxsize=1)
 def _turning(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, 1, D) what heads, and heads with exchanged halves, are multiplied by in all layers."""
+    """(R, 1, D) factors, the same in all layers, of heads and of heads with exchanged halves."""
     half = cos.shape[-1] // 2
     return cos[:, None], torch.cat((-sin[:, :half], sin[:, half:]), 1)[:, None]
 
@@ -146,7 +146,7 @@ def _turning(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads (R, heads, D) after RoPE. cos, sin: of `_turning`."""
     exchanged = heads.roll(heads.shape[-1] // 2, -1)
-    if heads.is_cuda:  # rounds once less, in an operation less
+    if heads.is_cuda:  # one operation less, which rounds once less
         return torch.addcmul(heads * cos, exchanged, sin)
     return (heads * cos).add_(exchanged.mul_(sin))
 

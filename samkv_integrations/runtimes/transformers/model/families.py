@@ -18,20 +18,21 @@ from samkv_integrations.errors import UnsupportedModel
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the model around the layers treats embeddings and logits, and what layers know.
+    """How the model around the layers treats embeddings and logits, and how layers differ.
 
-    window: which layers see ``sliding_window`` last tokens alone: those that ``layer_types`` calls
-        so, all, or none, whatever the config says.
+    window: which layers see only the last ``sliding_window`` tokens: the layers for which
+        ``layer_types`` says so ("typed"), all layers, or none, whatever the config says.
     embedding_factor: attribute of the model that embeddings are multiplied by. logit_factor: name
         of the config field that logits are divided by.
     logit_cap: name of the config field that bounds logits (Gemma 2, arXiv 2408.00118, section 2).
-    score_cap: the same of attention scores.
-    has_sinks: whether each head has a learned attention score that no token takes.
+    score_cap: name of the config field that bounds attention scores.
+    has_sinks: whether each head has a learned score in the softmax that belongs to no token.
     logit_scale: attribute of the model with its head that logits are multiplied by.
     rotates: config field with 1, or "sliding_attention", for each layer that has RoPE; all layers
         have it if it is None.
-    turns: how its cos and sin lie: for all channels of a head, twice the same ("halves"), once
-        ("half"), or each one twice, where neighbouring channels turn together ("pairs").
+    turns: the order of its cos and sin over the channels of a head: all of them twice in a row
+        ("halves"), all once ("half"), or each twice, because neighbouring channels rotate
+        together ("pairs").
     may_turn_part: whether RoPE may rotate a part of each head, as the config says.
     """
 
@@ -81,7 +82,7 @@ FAMILIES: Mapping[str, Family] = {
         window="typed", logit_cap="final_logit_softcapping", score_cap="attn_logit_softcapping"
     ),
     "gemma3_text": Family(window="typed", logit_cap="final_logit_softcapping"),
-    "gemma3": Family(window="typed"),  # reads images too; its text part is used
+    "gemma3": Family(window="typed"),  # it reads images, too; only its text part is used
     "gpt_oss": Family(window="typed", has_sinks=True, turns="half"),
 }
 
@@ -95,7 +96,7 @@ def text_config(config: Any) -> Any:  # noqa: ANN401
 
 
 def refuse_family(name: object) -> None:
-    """Raises UnsupportedModel for a family that is not there."""
+    """Raises UnsupportedModel unless ``name`` is a family of `FAMILIES`."""
     if name not in FAMILIES:
         raise UnsupportedModel(
             f"model family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}; "
@@ -104,14 +105,14 @@ def refuse_family(name: object) -> None:
 
 
 def family_of(config: Any) -> Family:  # noqa: ANN401
-    """Of a model's config, or of its text part's."""
+    """The family of a config, or of the config of its text part."""
     return FAMILIES[config.model_type]
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401
-    """Of each layer: how many last tokens a token sees, itself included; None for all of them.
+    """For each layer, how many last tokens a token sees, itself included; None for all of them.
 
-    Raises UnsupportedModel for a window that holds no token.
+    Raises UnsupportedModel for a window of no token.
     """
     n_layers, family = int(config.num_hidden_layers), family_of(config)
     window = getattr(config, "sliding_window", None)
@@ -122,13 +123,14 @@ def windows_of(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401
         has_one = [kind == "sliding_attention" for kind in config.layer_types]
     if any(has_one) and not window:
         raise UnsupportedModel(
-            f"sliding_window={window!r} for layers with a sliding window; the config is damaged"
+            f"sliding_window={window!r}; it must be a number above 0 for layers with a sliding "
+            "window; fetch the model's config again, it is damaged"
         )
     return tuple(window if sees_less else None for sees_less in has_one)
 
 
 def ropes_of(config: Any) -> Mapping[str | None, Mapping[str, Any]]:  # noqa: ANN401
-    """The RoPE of each kind of layer, under the name of the kind; under None if it is one."""
+    """The RoPE of each kind of layer, by the name of the kind; by None if all layers share one."""
     found = getattr(config, "rope_parameters", None) or {}
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds & found.keys():
@@ -140,20 +142,20 @@ def ropes_of(config: Any) -> Mapping[str | None, Mapping[str, Any]]:  # noqa: AN
 class Rotation:
     """The cos and sin of R positions, in the model's dtype.
 
-    turns: for each kind of layer (R, D) cos and sin, the second half of the channels as the first.
-    kinds: of each layer, which of them is its.
+    turns: (R, D) cos and sin for each kind of layer; the second half of the channels repeats the
+    first. kinds: for each layer, the index of its kind.
     """
 
     turns: Sequence[tuple[Tensor, Tensor]]
     kinds: Sequence[int]
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Those of a layer."""
+        """The cos and sin of a layer."""
         return self.turns[self.kinds[layer]]
 
 
 def layer_ropes(config: Any) -> tuple[tuple[str | None, bool], ...]:  # noqa: ANN401
-    """Of each layer: the name of its RoPE in `ropes_of`, and whether it rotates at all."""
+    """For each layer, the name of its RoPE in `ropes_of`, and whether the layer rotates at all."""
     n_layers, flags = int(config.num_hidden_layers), family_of(config).rotates
     rotates = getattr(config, flags) if flags else [True] * n_layers
     turns = [flag in (1, "sliding_attention") for flag in rotates[:n_layers]]
@@ -162,14 +164,14 @@ def layer_ropes(config: Any) -> tuple[tuple[str | None, bool], ...]:  # noqa: AN
 
 
 def rotated_channels(config: Any, head_dim: int) -> int:  # noqa: ANN401
-    """Channels of a head that RoPE rotates: its first ones, pairs of them."""
+    """Number of channels of a head that RoPE rotates: the first ones, an even number."""
     rope = next(iter(ropes_of(config).values()))
     n = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     return n + n % 2
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
-    """Raise UnsupportedModel, before anything is cached, for what could not be exact."""
+    """Raise UnsupportedModel, before anything is cached, for a model that could not be exact."""
     text = text_config(config)
     for rope in ropes_of(text).values():
         kind = rope.get("rope_type", "default")
@@ -192,15 +194,16 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
         raise UnsupportedModel(
             f"layer types {unknown}: every layer must attend to all tokens or to a sliding window"
         )
-    windows_of(text)  # which refuses a window of nothing
+    windows_of(text)  # raises for a window of no token
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
-            "its attention looks at later tokens too; chunk caches need causal attention"
+            "its tokens attend to later tokens, too, and chunk caches need causal attention; give "
+            "another model"
         )
 
 
 def refuse_adapters(hf: Any, name: str) -> None:  # noqa: ANN401
-    """Raise UnsupportedModel if an adapter is not merged, as it could be switched off unnoticed."""
+    """Raise UnsupportedModel for an unmerged adapter, which could be switched off unnoticed."""
     if any(hasattr(module, "base_layer") for module in hf.modules()):
         raise UnsupportedModel(
             f"{name!r} has an adapter that is not merged into its weights, and can be switched on "
@@ -218,7 +221,7 @@ def head_dim_of(config: Any) -> int:  # noqa: ANN401
 def context_window_of(config: Any) -> int:  # noqa: ANN401
     """Most tokens of prompt and answer together.
 
-    With longrope those of its first range: other frequencies hold for longer prompts (LongRoPE,
+    With longrope, the tokens of its first range: longer prompts have other frequencies (LongRoPE,
     arXiv 2402.13753, section 3.3).
     """
     first_ranges = [

@@ -1,7 +1,7 @@
 """Blocks of a GGUF file as codes with a scale and an offset.
 
-The common types are read by a few operations of torch, twice as fast as the gguf package and in
-several threads. What is computed of them has the same bits as what that package computes.
+A few operations of torch read the common types, in several threads, twice as fast as the gguf
+package. The values have the same bits as those that the gguf package computes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of 8 groups of 32, of 6 bits each, times a float of the block."""
+    """Scales and offsets of 8 groups of 32 numbers: 6 bits each, times a float of the block."""
     from gguf.quants import Q4_K
 
     scale, offset = (torch.from_numpy(x) for x in Q4_K.get_scale_min(blocks[:, 4:16].numpy()))

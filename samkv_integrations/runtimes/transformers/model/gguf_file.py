@@ -1,8 +1,9 @@
 """Models in GGUF files: which file a name means, its config, and its weights as plain tensors.
 
-The gguf package reads and dequantises, transformers makes the model of it.
-``from_pretrained(gguf_file=...)`` would do both and computes the same, but reads the vocabulary
-entry by entry for each of config, tokenizer and weights: 22 CPU seconds for 135 M parameters.
+The gguf package reads and dequantises the weights; transformers makes the model.
+``from_pretrained(gguf_file=...)`` would do both and computes the same, but it reads the vocabulary
+entry by entry, three times (for config, tokenizer and weights): 22 CPU seconds for 135 M
+parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ GgufWeights = Literal["unpacked", "packed", "both"]
 
 _ROPE = ("none", "linear")
 _FAMILIES = ("llama", "qwen2", "qwen3")
-"""Architectures that are read, by their names in GGUF; ``llama`` stands for Mistral as well."""
+"""Architectures that can be read, by their names in GGUF; ``llama`` includes Mistral."""
 
 _SIZES = {
     "num_hidden_layers": "block_count",
@@ -55,7 +56,7 @@ _SIZES = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-"""Field of the config -> key of the metadata, below the architecture; every file has these."""
+"""Field of the config -> key of the metadata, after the architecture; every file has these."""
 
 _WITH_SAME_INPUT = re.compile("(q|k|v|gate|up)_proj$")
 
@@ -81,11 +82,11 @@ def smollm2() -> str:
 
 
 def gguf_file_of(source: str) -> Path | None:
-    """The GGUF file that ``source`` names, or its folder holds where there are no other weights.
+    """The GGUF file at the path ``source``, or the one in that folder without other weights.
 
-    Of a split file it is the first part. None for other folders and for hub ids.
+    For a split file, its first part. None for other folders and for hub ids.
 
-    Raises ModelNotFound for a file that is not there, and for a folder with several models.
+    Raises ModelNotFound if the file does not exist, or if the folder has several models.
     """
     path = Path(source)
     if path.suffix == ".gguf" and not path.is_dir():
@@ -120,7 +121,7 @@ class GgufFile:
     Raises:
         MissingExtra: the gguf package is not installed.
         ModelNotFound: a file is cut or damaged, or a part is missing.
-        UnsupportedModel: no model of a family that can be read here.
+        UnsupportedModel: the file holds something else than a model of a supported family.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,8 +138,8 @@ class GgufFile:
         self.architecture = str(self._value("general.architecture"))
         if self.architecture == "clip":
             raise UnsupportedModel(
-                f"{str(path)!r} is a vision projector (mmproj), and no language model; give the "
-                "GGUF file of the model itself"
+                f"{str(path)!r} is a vision projector (mmproj); it must be a language model; give "
+                "the GGUF file of the model itself"
             )
         if self.architecture not in _FAMILIES:
             raise UnsupportedModel(
@@ -162,7 +163,7 @@ class GgufFile:
     def config(self) -> Any:  # noqa: ANN401
         """The transformers config that the metadata describe.
 
-        Raises UnsupportedModel for what could not be computed exactly.
+        Raises UnsupportedModel for a model that could not be computed exactly.
         """
         kind = self.architecture
         sizes = {name: self._value(f"{kind}.{key}") for name, key in _SIZES.items()}
@@ -193,7 +194,7 @@ class GgufFile:
             for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items()
         }
         n_layers = len({name.split(".")[1] for name in self._tensors if name.startswith("blk.")})
-        if sizes["num_hidden_layers"] != n_layers:  # before so many are made
+        if sizes["num_hidden_layers"] != n_layers:  # before the model is made, with as many layers
             raise ModelNotFound(
                 f"{str(self.path)!r} names {sizes['num_hidden_layers']} layers and holds "
                 f"{n_layers}; it is damaged, fetch it again"
@@ -218,7 +219,7 @@ class GgufFile:
 
         options: passed on to ``from_pretrained``.
 
-        Raises UnsupportedModel if the file holds other tensors than a model of its family.
+        Raises UnsupportedModel if the tensors of the file are not those of a model of its family.
         """
         config = self.config()
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -249,7 +250,7 @@ class GgufFile:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether there is something to keep packed."""
+        """Whether the file has quantised weights, which can stay packed."""
         return any(_is_quantised(tensor) for tensor, _ in self._tensors.values())
 
     def _names(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, str]:  # noqa: ANN401
@@ -264,7 +265,7 @@ class GgufFile:
             names.pop("output.weight")
         if others := sorted(self._tensors.keys() ^ names.keys()):
             reason = (
-                "; rope_freqs scales positions in a way that is not read here"
+                "; rope_freqs scales positions, which is not supported"
                 if "rope_freqs.weight" in others
                 else ""
             )
@@ -273,7 +274,7 @@ class GgufFile:
                 f"(differing: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}{reason});"
                 " give the checkpoint in safetensors"
             )
-        for here, name in names.items():  # before memory is taken for what they say
+        for here, name in names.items():  # before memory is allocated for these shapes
             shape = tuple(reversed(self._tensors[here][0].shape.tolist()))
             if shape != (expected := tuple(state[name].shape)):
                 raise ModelNotFound(
@@ -324,14 +325,14 @@ class GgufFile:
         elif config.tie_word_embeddings:
             hf.lm_head.weight = embedding.weight
         decoder = hf.get_decoder()
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # whose buffers are in no file
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # the file lacks its buffers
         config.dtype = dtype
 
     def _matrix(self, name: str, config: Any) -> FileMatrix:  # noqa: ANN401
         tensor, file = self._tensors[name]
         shape, order, is_query = _shape(tensor), None, ".attn_q." in name
         if self.architecture == "llama" and (is_query or ".attn_k." in name):
-            # there the two numbers that are rotated together are neighbours
+            # in the file, the two numbers that rotate together are neighbours
             n_heads = config.num_attention_heads if is_query else config.num_key_value_heads
             order = torch.arange(shape[0]).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
         return FileMatrix(file, tensor.data_offset, tensor.tensor_type, shape, order)
@@ -355,15 +356,15 @@ def _is_quantised(tensor: Any) -> bool:  # noqa: ANN401
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """The tokenizer in a GGUF file, its chat template included, and no other in its folder.
+    """The tokenizer in a GGUF file, with its chat template; other files of the folder are ignored.
 
     Raises UnsupportedModel if transformers cannot read it, ModelNotFound for a damaged file.
     """
-    _reader(path)  # transformers would read for ever what a damaged header announces
+    _reader(path)  # transformers would read without end if a header is damaged
     kind: Any = PreTrainedTokenizerFast
     try:
         return kind(name_or_path=str(path.parent), gguf_file=path.name, **options)
-    except Exception as error:  # tokenizers raises whatever it likes
+    except Exception as error:  # tokenizers raises errors of many types
         if isinstance(error, TypeError) and options:
             raise
         raise UnsupportedModel(
@@ -395,7 +396,7 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
         raise MissingExtra.of("gguf", "gguf") from None
 
     class Reader(GGUFReader):
-        """A reader of plain bytes: slices of a memory map take six times as long to make."""
+        """A reader of plain bytes, whose slices take a sixth of the time of a memory map's."""
 
         @property
         def data(self) -> Any:  # noqa: ANN401
@@ -406,7 +407,7 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
             self._bytes = np.asarray(mapped)
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:  # noqa: ANN401
-            """As there, but arrays are passed over: a vocabulary would take 200 MB."""
+            """As in the base class, but skips arrays: a vocabulary would take 200 MB."""
             if raw_type != GGUFValueType.ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
             of = int(self._get(orig_offs, np.uint32)[0])
@@ -430,5 +431,5 @@ def _reader(path: Path) -> Any:  # noqa: ANN401
         return Reader(path)
     except (OSError, ValueError, LookupError, ArithmeticError, TypeError, MemoryError) as error:
         raise ModelNotFound(
-            f"{str(path)!r} is no GGUF file that is whole ({error}); fetch it again"
+            f"{str(path)!r} must be a whole GGUF file ({error}); fetch it again"
         ) from error

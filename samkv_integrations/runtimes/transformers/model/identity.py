@@ -1,7 +1,7 @@
-"""What a model computes with: digests of its weights and its config, and whether they changed.
+"""The identity of a model: digests of its weights and its config, and whether they changed.
 
-The digests see numbers, not code: hooks, compiled or replaced forward methods, and other versions
-of libraries are the caller's to know about.
+Digests cover numbers, not code. The caller must know about hooks, about compiled or replaced
+forward methods, and about other versions of libraries.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from samkv_integrations.runtimes.transformers.model.packed_weights import (
 )
 
 _PIECE_BYTES = 2**25
-"""What one thread hashes, and copies from a device, at a time."""
+"""Bytes of a piece, which a thread hashes, and copies from a device, at a time."""
 
 _MAX_THREADS = 8
 
 _NO_INPUT = frozenset({
-    # where it came from, and who wrote it
+    # the origin of the model
     "_name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "transformers_version",
-    # what is a field of the fingerprint of its own, or is decided here
+    # fields of the fingerprint, and fields that this package sets
     "dtype", "torch_dtype", "_attn_implementation",
-    # which results a forward hands out
+    # the results that a forward returns
     "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions",
-    # tokens that begin, end and fill up texts, and what only training and classifiers read
+    # tokens that begin, end and pad texts, and fields for training and classifiers
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "initializer_range", "id2label", "label2id", "problem_type",
 })  # fmt: skip
-"""Fields of a config that no number of a chunk cache depends on; every other one is hashed."""
+"""Fields of a config that chunk caches do not depend on; all other fields are hashed."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PROBED = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,17 +57,17 @@ _PROBED_VALUES = 16
 
 
 def kind_of(hf: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
-    """What a model computes in, and where. Of embeddings, which no quantisation packs."""
+    """Dtype and device of a model: those of its embeddings, which no quantisation packs."""
     embedding: Any = hf.get_input_embeddings()
     device = embedding.weight.device
     hook = getattr(embedding, "_hf_hook", None)
-    if device.type == "meta" and hook is not None:  # accelerate loads it as it runs
+    if device.type == "meta" and hook is not None:  # accelerate loads it later
         device = torch.device(hook.execution_device)
     return embedding.weight.dtype, device
 
 
 def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights that accelerate loads as their modules run, by name. Raises InvalidOption."""
+    """The weights that accelerate loads when their modules run, by name. Raises InvalidOption."""
     found: dict[str, Tensor] = {}
     for place, module in hf.named_modules():
         for name, weight in module._parameters.items():
@@ -77,8 +77,8 @@ def _offloaded(hf: PreTrainedModel) -> dict[str, Tensor]:
                 found[f"{place}.{name}"] = module._hf_hook.weights_map[name]
             except KeyError:
                 raise InvalidOption(
-                    f"the device_map puts {place!r} on disk, but its {name} is that of another "
-                    "module, which is elsewhere; give both the same place"
+                    f"the device_map puts {place!r} on disk, but not the module that shares its "
+                    f"{name}; give both modules the same place"
                 ) from None
     return found
 
@@ -88,9 +88,9 @@ def _is_offloaded(module: Any) -> bool:  # noqa: ANN401
 
 
 class Identity:
-    """Digests of the numbers that a model computes with, made anew when those have changed.
+    """Digests of the numbers that a model computes with; made again when the numbers change.
 
-    name: of the model in errors. Safe to use from many threads.
+    Thread-safe. name: the model's name in errors.
     """
 
     def __init__(self, hf: PreTrainedModel, name: str) -> None:
@@ -105,17 +105,17 @@ class Identity:
 
     @property
     def generation(self) -> int:
-        """A number that grows when weights or config are seen to have changed."""
+        """A number that grows when `look` finds changed weights or a changed config."""
         return self._generation
 
     @property
     def weights(self) -> str:
-        """Hash over every byte of every weight, as it is in memory."""
+        """Hash of every byte of every weight, as it is in memory."""
         return self._digest("weights", lambda: weights_digest(self._hf))
 
     @property
     def config(self) -> str:
-        """Hash over every field of the config and every number of a module that may matter."""
+        """Hash of the config's fields and the modules' numbers that results may depend on."""
         return self._digest("config", lambda: _config_digest(self._hf))
 
     @property
@@ -123,27 +123,28 @@ class Identity:
         return self._digest("rope", lambda: _rope_digest(self._hf))
 
     def look(self) -> int:
-        """`generation`, once it is known whether the model has changed since the last look.
+        """`generation`, after a check whether the model has changed since the last look.
 
-        It costs some 0.2 ms. Seen is what PyTorch counts, what replaces a tensor or a module, and
-        what changes many values, such as a merged adapter. `refresh` is for a few values written
-        behind PyTorch's back (``weight.data``, or a mapped file of weights).
+        The check takes some 0.2 ms. It finds writes that PyTorch counts, replaced tensors and
+        modules, and changes of many values, such as a merged adapter. It may miss a few values
+        that were written behind PyTorch's back (``weight.data``, or a mapped file of weights):
+        call `refresh` after that.
 
         Raises:
-            UnsupportedModel: it was moved, converted, given an adapter or another attention.
-            InvalidOption: this thread makes tensors elsewhere than on the CPU.
+            UnsupportedModel: the model was moved or converted, or has a new adapter or attention.
+            InvalidOption: the default device of this thread is not the CPU.
         """
         if (device := torch.get_default_device()).type != "cpu":
             raise InvalidOption(
-                f"torch.set_default_device({str(device)!r}) was called in this thread, where "
-                "prompts are read on the CPU; call torch.set_default_device(None) once models are "
-                "loaded"
+                f"torch.set_default_device({str(device)!r}) was called in this thread; the default "
+                "device must be the CPU, where prompts are read; call "
+                "torch.set_default_device(None) once models are loaded"
             )
         with self._lock:
             stamp, settings = self._stamp()
             if stamp != self._seen[0] or settings != self._seen[1]:
                 self._refuse_changed()
-                # the weights are not hashed again for another config
+                # a change of the config alone needs no new hash of the weights
                 kept = {"weights"} if stamp == self._seen[0] else set()
                 for kind in self._digests.keys() - kept:
                     del self._digests[kind]
@@ -152,7 +153,7 @@ class Identity:
             return self._generation
 
     def refresh(self) -> None:
-        """Forget all digests: whoever asks next has every byte hashed."""
+        """Forget all digests; the next use hashes every byte again."""
         with self._lock:
             self.look()
             self._digests.clear()
@@ -178,56 +179,56 @@ class Identity:
             )
         if windows_of(text_config(self._hf.config)) != self._windows:
             raise UnsupportedModel(
-                f"the sliding window of {self._name!r} was changed since it was given; make a new "
-                "Model and Engine of it"
+                f"the sliding window of {self._name!r} was changed after its Model was made; make "
+                "a new Model and Engine of it"
             )
         if (attention := self._hf.config._attn_implementation) != "samkv":
             raise UnsupportedModel(
-                f"the attention of {self._name!r} was set to {attention!r} since it was given, "
-                "which reads no chunk caches; call set_attn_implementation('samkv') on it"
+                f"the attention of {self._name!r} was changed to {attention!r}; it must be "
+                "'samkv', which reads chunk caches; call set_attn_implementation('samkv') on it"
             )
 
     def _remember(self) -> None:
-        """Keep what `look` compares, and where it finds that fast."""
-        # The dictionaries themselves: what is put into them later is seen.
+        """Keep the objects that `look` compares, so that it finds them fast."""
+        # The dictionaries themselves, so that later additions to them are found.
         parts = [module.__dict__ for module in self._hf.modules()]
-        self._modules = [held for of in parts if (held := of["_modules"])]
-        # Not those of accelerate, which puts others into them while a forward runs.
+        self._modules = [members for of in parts if (members := of["_modules"])]
+        # Without accelerate's, in which other tensors are put while a forward runs.
         self._tensors = [
-            held
+            members
             for module in self._hf.modules()
             if not _is_offloaded(module)
             for kind in ("_parameters", "_buffers")
-            if (held := module.__dict__[kind])
+            if (members := module.__dict__[kind])
         ]
         self._seen = copy.deepcopy(self._stamp())
 
     @torch.no_grad()
     def _stamp(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `look` compares: modules, tensors and the fields of the config.
+        """The data that `look` compares: modules, tensors and the fields of the config.
 
-        Of a tensor: where it is, how often PyTorch has seen it written to, and some values.
+        For a tensor: its address, the number of writes that PyTorch has counted, and some values.
         """
         tensors: list[Tensor] = []
-        for x in (x for held in self._tensors for x in held.values() if x is not None):
+        for x in (x for members in self._tensors for x in members.values() if x is not None):
             if x.is_meta:
-                continue  # nothing to compare; a model moved there is refused for that
+                continue  # without data to compare; a model that was moved there is refused
             if type(x) in _PLAIN:
                 tensors.append(x)
-            elif hasattr(x, "__tensor_flatten__"):  # others pack themselves anew when they are used
+            elif hasattr(x, "__tensor_flatten__"):  # other types pack themselves again at each use
                 tensors += _parts(x)[0].values()
         try:
             writes = [x._version for x in tensors]
-        except RuntimeError:  # tensors made in inference mode count nothing
+        except RuntimeError:  # tensors made in inference mode count no writes
             writes = [-1 if x.is_inference() else x._version for x in tensors]
         matrices = [x for x in tensors if x.ndim >= 2 and x.dtype in _PROBED]
-        if len(matrices) > _MAX_PROBED:  # one a layer, of another kind in each
+        if len(matrices) > _MAX_PROBED:  # one for each layer, of different kinds
             n_layers: int = self._hf.config.get_text_config().num_hidden_layers
             per_layer = max(1, len(matrices) // n_layers)  # fewer where most are on disk
             n_probed = min(n_layers, len(matrices))
             matrices = [matrices[at * per_layer + at % per_layer] for at in range(n_probed)]
         some = [
-            # an odd step, so that values are of many rows and columns
+            # an odd step, so that the values come from many rows and columns
             matrix.as_strided((_PROBED_VALUES,), ((matrix.numel() - 1) // _PROBED_VALUES - 1 | 1,))
             for matrix in matrices
             if matrix.numel() > 2 * _PROBED_VALUES and matrix.is_contiguous()
@@ -236,18 +237,18 @@ class Identity:
         for device in dict.fromkeys(each.device for each in some):
             here = torch.cat([each for each in some if each.device == device])
             values.append(here.float().cpu().numpy().tobytes())
-        modules = [id(module) for held in self._modules for module in held.values()]
+        modules = [id(module) for members in self._modules for module in members.values()]
         config = vars(self._hf.config).items()
-        unseen = _NO_INPUT | {"quantization_config"}  # seen by what is packed
+        unseen = _NO_INPUT | {"quantization_config"}  # a change of it shows in the packed weights
         settings = {name: value for name, value in config if name not in unseen}
         return (modules, [x.data_ptr() for x in tensors], writes, values), settings
 
 
 def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
-    """The plain tensors that a parameter is made of, by name, and what else tells how to read them.
+    """The plain tensors of a parameter, by name, and a text with all else needed to read them.
 
-    A quantised weight is made of codes, scales and zero points. Raises TypeError for a kind whose
-    numbers are not to be had.
+    A quantised weight has codes, scales and zero points. Raises TypeError for a type that does not
+    expose its numbers.
     """
     if type(tensor) in _PLAIN and not tensor.is_quantized:
         return {"": tensor}, ""
@@ -264,13 +265,13 @@ def _parts(tensor: Tensor) -> tuple[dict[str, Tensor], str]:
         if tensor.is_quantized or type(tensor.cpu()) not in _PLAIN:
             raise TypeError(type(tensor).__name__)
         return {"": tensor}, ""
-    return {"": tensor.detach().as_subclass(Tensor)}, ""  # the rest of it is in the state dict
+    return {"": tensor.detach().as_subclass(Tensor)}, ""  # the state dict has the rest
 
 
 def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Every parameter and buffer, and the rest of the state dict, by name; and how to read some.
 
-    `rope` is about the frequencies of RoPE. Raises UnsupportedModel for what has no digest.
+    Frequencies of RoPE are left to `rope`. Raises UnsupportedModel for state without a digest.
     """
     named: dict[str, Any] = {
         **hf.state_dict(),
@@ -287,8 +288,8 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
             parts, readings[name] = _parts(named[name])
         except (AttributeError, TypeError) as error:
             raise UnsupportedModel(
-                f"{name!r} of the model's state is a {type(named[name]).__name__}, which has no "
-                "digest, so that two models could not be told apart; load the model in another "
+                f"{name!r} of the model's state is a {type(named[name]).__name__}, whose numbers "
+                "cannot be read for a digest that identifies the model; load the model in another "
                 "quantisation, or in float32 or bfloat16"
             ) from error
         state |= {f"{name}{rest}": part for rest, part in parts.items()}
@@ -299,15 +300,14 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, _ in hf.named_modules():
         if name.endswith(("_proj", "lm_head")) and name not in kept:
             raise UnsupportedModel(
-                f"the weight of {name!r} is nowhere in the model's state, so that two models "
-                "could not be told apart; load the model in another quantisation, or in float32 "
-                "or bfloat16"
+                f"the model's state lacks the weight of {name!r}, which a digest of the model "
+                "needs; load the model in another quantisation, or in float32 or bfloat16"
             )
     return state, {name: how for name, how in readings.items() if how}
 
 
 def weights_digest(hf: PreTrainedModel) -> str:
-    """Hash over every byte of every weight, see `_state`, piece by piece in a few threads."""
+    """Hash of every byte of every weight (see `_state`), piece by piece in a few threads."""
     state, readings = _state(hf)
     once = {_place(tensor): tensor for tensor in state.values()}  # tied weights are one tensor
     pieces = [(place, piece) for place, tensor in once.items() for piece in _pieces(tensor)]
@@ -315,7 +315,7 @@ def weights_digest(hf: PreTrainedModel) -> str:
     n_threads = max(1, min(_MAX_THREADS, torch.get_num_threads()))
     with ThreadPoolExecutor(n_threads) as threads:
         for first in range(0, len(pieces), n_threads):
-            some = pieces[first : first + n_threads]  # what is copied from a device at a time
+            some = pieces[first : first + n_threads]  # copied from a device together
             digests = threads.map(hash_piece, [piece for _, piece in some])
             for (place, _), digest in zip(some, digests, strict=True):
                 hashes[place].append(digest)
@@ -323,7 +323,7 @@ def weights_digest(hf: PreTrainedModel) -> str:
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
     ]
-    if exact := dict(unpacked_of(hf)):  # as if they were unpacked: chunk caches are shared
+    if exact := dict(unpacked_of(hf)):  # hashed as unpacked: caches are shared
         dtype, _ = kind_of(hf)
         each_once = {matrix: _hashes_unpacked(matrix, dtype) for matrix in exact.values()}
         found += [
@@ -344,19 +344,19 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _hashes_unpacked(matrix: Exact, dtype: torch.dtype) -> list[str]:
-    """What hashing the pieces of the unpacked matrix comes to, one piece in memory at a time."""
+    """The hashes of the pieces of the unpacked matrix, of which one is in memory at a time."""
     piece = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype)
-    hashes, n_held = [], 0
+    hashes, n_filled = [], 0
     for first, last in row_blocks(matrix):
         values = matrix.rows(first, last).to(dtype).view(-1)
         while len(values):
-            some, values = values[: len(piece) - n_held], values[len(piece) - n_held :]
-            piece[n_held : n_held + len(some)] = some
-            n_held += len(some)
-            if n_held == len(piece):
+            some, values = values[: len(piece) - n_filled], values[len(piece) - n_filled :]
+            piece[n_filled : n_filled + len(some)] = some
+            n_filled += len(some)
+            if n_filled == len(piece):
                 hashes.append(hash_piece(piece))
-                n_held = 0
-    return [*hashes, hash_piece(piece[:n_held])] if n_held else hashes
+                n_filled = 0
+    return [*hashes, hash_piece(piece[:n_filled])] if n_filled else hashes
 
 
 def hash_piece(piece: Tensor) -> str:
@@ -367,7 +367,7 @@ def hash_piece(piece: Tensor) -> str:
 
 def _config_digest(hf: PreTrainedModel) -> str:
     fields = {k: v for k, v in hf.config.to_dict().items() if k not in _NO_INPUT}
-    # modules keep numbers of the config for themselves, and those are what a forward reads
+    # modules keep copies of the config's numbers, which are the ones that a forward reads
     numbers = {
         f"{name}.{attribute}": value
         for name, module in hf.named_modules()
@@ -380,7 +380,7 @@ def _config_digest(hf: PreTrainedModel) -> str:
 def _rope_digest(hf: Any) -> str:  # noqa: ANN401
     rotary = hf.get_decoder().rotary_emb
     parameters = text_config(hf.config).rope_parameters
-    if parameters.get("rope_type") == "longrope":  # which writes others over those it has
+    if parameters.get("rope_type") == "longrope":  # longrope overwrites its frequencies
         return _hash([parameters, rotary.original_inv_freq.float().cpu().numpy().tobytes().hex()])
     frequencies = {
         name: values.float().cpu().numpy().tobytes().hex()

@@ -58,20 +58,20 @@ class LayeredModel(ModelText):
     """A causal language model that is stepped through layer by layer.
 
     Args:
-        hf: a loaded transformers model of a supported family. It goes on working, in evaluation
-            mode and with SDPA attention.
+        hf: a loaded transformers model of a supported family. It stays usable, in evaluation mode
+            and with SDPA attention.
         tokenizer: its fast tokenizer, which is copied.
-        name: what a report calls it.
-        copies_tokenizer: False for a tokenizer that nobody else has; a copy takes memory.
+        name: the model's name in reports.
+        copies_tokenizer: False for a tokenizer that nobody else uses; a copy takes memory.
 
-    identity: digests of what it computes with, and whether that has changed.
-    device: of the embeddings and logits. layer_devices: where each layer computes, and its entries
-        and masks are; the same one unless accelerate has spread the layers.
-    windows: of each layer, see `families.windows_of`.
+    identity: digests of weights and config, and whether those have changed.
+    device: that of the embeddings and logits. layer_devices: the device of each layer, its entries
+        and its masks; all the same unless accelerate has spread the layers.
+    windows: the window of each layer, see `families.windows_of`.
     token_kv_bytes: bytes of one token's keys and values in all layers, in the model's dtype.
 
     Raises:
-        UnsupportedModel: something about the model could not be served exactly; says what.
+        UnsupportedModel: the model could not be computed exactly; the message says why.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LayeredModel(ModelText):
         is_quantised = _accept(hf, tokenizer, name)
         self.hf, self.config, self.name = hf, text_config(hf.config), name
         _prepare(hf, is_quantised=is_quantised)
-        # Ours alone: for each text it is told anew whether special tokens count, under our lock.
+        # Ours alone: each call sets whether special tokens are read as such, under our lock.
         self.tokenizer = copy.deepcopy(tokenizer) if copies_tokenizer else tokenizer
         self._tokenizing = threading.Lock()
         self.identity = Identity(hf, name)
@@ -93,14 +93,14 @@ class LayeredModel(ModelText):
         self._family = family_of(hf.config)
         self._read_config()
         self._find_packed_weights()
-        # N* by the keys of the chunks that have voted, of the latest vote
+        # keys of the chunks of the latest vote -> the stable layers N*
         self.stable_layers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.layer_devices = (self.device,) * self.n_layers
         if len(set(getattr(hf, "hf_device_map", {}).values())) > 1:
             self.layer_devices = self._devices_of_layers()
 
     def _read_config(self) -> None:
-        """Note what passes ask of the config: numbers, windows, and how heads rotate."""
+        """Note the parts of the config that passes read: numbers, windows, and how heads rotate."""
         config = self.config
         self.n_layers: int = config.num_hidden_layers
         self.n_heads: int = config.num_attention_heads
@@ -120,7 +120,7 @@ class LayeredModel(ModelText):
         self._lies_otherwise = self._halves is not None or self._family.turns != "halves"
         self._rotary = self._decoder.rotary_emb
         if any(rope.get("rope_type") == "longrope" for rope in ropes_of(config).values()):
-            self._rotary = copy.deepcopy(self._rotary)  # it writes to itself at every use
+            self._rotary = copy.deepcopy(self._rotary)  # its forward writes to it
 
     def _find_packed_weights(self) -> None:
         self._packed_layers = list[PackedLayer]()
@@ -128,13 +128,13 @@ class LayeredModel(ModelText):
             self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
         packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
         self._unpacks = any(linear.exact is not None for linear in packed)
-        self._packed_at, self._is_packed = -1, False  # the generation that was looked at
+        self._packed_at, self._is_packed = -1, False  # generation of the last check
 
     # -- identity ---------------------------------------------------------------------------
 
     @property
     def weights_digest(self) -> str:
-        """Hash over every byte of every weight, see `Identity`."""
+        """Hash of every byte of every weight, see `Identity`."""
         return self.identity.weights
 
     @cached_property
@@ -147,7 +147,7 @@ class LayeredModel(ModelText):
         """Numbers in the weights of one layer."""
         n_numbers = 0
         for part in self._decoder.layers[0].modules():
-            if hasattr(part, "in_features"):  # whose weight may be packed
+            if hasattr(part, "in_features"):  # a linear layer, whose weight may be packed
                 n_numbers += part.in_features * part.out_features
             else:
                 n_numbers += sum(each.numel() for each in part.parameters(recurse=False))
@@ -159,7 +159,7 @@ class LayeredModel(ModelText):
 
     @property
     def weights(self) -> str:
-        """How they are kept: ``packed``, ``unpacked``, or ``both`` (packed ones to decode with)."""
+        """How weights are kept: ``packed``, ``unpacked``, or ``both`` (packed for decoding)."""
         packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
         if not packed:
             return "unpacked"
@@ -187,7 +187,7 @@ class LayeredModel(ModelText):
                     text,
                     add_special_tokens=False,
                     split_special_tokens=not special,
-                    verbose=False,  # whether a text is too long is for the caller to say
+                    verbose=False,  # the caller checks the length
                     return_offsets_mapping=offsets,
                 )
             except TypeError as error:  # of the tokenizers library, without the text
@@ -248,14 +248,14 @@ class LayeredModel(ModelText):
 
     @property
     def chat_template(self) -> str | None:
-        template = self.tokenizer.chat_template  # a dict of several has no source of its own
+        template = self.tokenizer.chat_template  # a dict has several templates
         return str(template) if template else None
 
     @property
     def chat_template_of_tools(self) -> str | None:
         if not self.has_chat_template:
             return None
-        return str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be so
+        return str(self.tokenizer.get_chat_template(tools=[{}]))  # one of several may be for tools
 
     def write_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
@@ -278,7 +278,7 @@ class LayeredModel(ModelText):
         """The model's own cos and sin for ``positions`` (R,), of each kind of layer."""
         probe = torch.empty(0, dtype=self.dtype, device=self.device)
         n, positions = len(positions), positions.to(self.device)
-        if n == 0:  # which longrope does not take
+        if n == 0:  # longrope fails for no positions
             positions = torch.zeros(1, dtype=torch.long, device=self.device)
         of_layers = list(zip(self._ropes, self.layer_devices, strict=True))
         kinds = list(dict.fromkeys(of_layers))
@@ -300,17 +300,17 @@ class LayeredModel(ModelText):
         """Whether decoding runs on packed weights, so that its entries differ from a prefill's."""
         if self._packed_at != self.identity.generation:
             self._packed_at = self.identity.generation
-            # who merges an adapter into weights that are in memory has packed ones of before
+            # packed weights are outdated if an adapter was merged into the weights in memory
             packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
             self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
         return self._is_packed
 
     @contextmanager
     def decoding(self, n_tokens: int) -> Iterator[bool]:
-        """A block in which passes over so many tokens take the products that decoding is faster by.
+        """Inside this block, passes over ``n_tokens`` tokens use the faster products of decoding.
 
-        Their results differ in the last bits, or as packed weights do; nothing of them may be
-        stored. No other pass may run in the block. It gets what `layer` takes as ``is_packed``.
+        Their results differ in the last bits, or as much as packed weights do, so they must not be
+        stored. No other pass may run inside the block. Yields the ``is_packed`` of `layer`.
         """
         if not self.decodes_packed:
             is_single = n_tokens == 1
@@ -322,9 +322,10 @@ class LayeredModel(ModelText):
             yield bool(self._packed_layers) and n_tokens <= most_tokens
 
     def short_pass(self, n_tokens: int) -> AbstractContextManager[bool]:
-        """A block in which a pass over so few tokens does not wait for weights to be unpacked.
+        """Inside this block, a pass over few tokens does not wait for weights to be unpacked.
 
-        It is computed as in `decoding` then. Nothing of it may be stored, or held for others.
+        Such a pass is computed as in `decoding`. Its results must not be stored, or kept for other
+        answers.
         """
         is_short = self._unpacks and n_tokens <= MOST_TOKENS_UNPACKING
         return self.decoding(n_tokens) if is_short else nullcontext(False)
@@ -335,8 +336,8 @@ class LayeredModel(ModelText):
     ) -> Tensor:  # fmt: skip
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
-        cos, sin: (R, D) of the tokens' positions. Keys and values go to ``attend``. They, and what
-        is returned, are on the layer's device. is_packed: see `decoding`.
+        cos, sin: (R, D) of the tokens' positions. ``attend`` gets the keys and values. They and the
+        result are on the layer's device. is_packed: see `decoding`.
         """
         if hidden.device != self.layer_devices[index]:
             hidden = hidden.to(self.layer_devices[index])
@@ -368,12 +369,12 @@ class LayeredModel(ModelText):
     def ends_at(self, index: int) -> bool:
         """Whether a pass for entries alone ends in the attention of layer ``index``.
 
-        It does in the last layer, whose output nothing needs, unless a hook may see that.
+        That is so in the last layer, whose output is not needed, unless a hook may see it.
         """
         return index == self.n_layers - 1 and is_plain(self.config, self._decoder.layers[index])
 
     def _devices_of_layers(self) -> tuple[torch.device, ...]:
-        """What a pass over one token shows: hooks of accelerate move it, and load weights."""
+        """The device of each layer, found by a pass over one token: hooks of accelerate move it."""
         found: list[torch.device] = []
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -390,10 +391,10 @@ class LayeredModel(ModelText):
     def n_more_rows(self, n_rows: int) -> int:
         """Rows that a pass adds behind its tokens, so that passes have fewer shapes.
 
-        For a 16-bit product of each shape that it meets, oneDNN compiles a program of .7 MB, and
-        keeps a thousand of them. There are an eighth more rows at most, a sixteenth from 256 on,
-        and 128 numbers of them up to 4,096. What the other rows come to stays the same to the last
-        bit.
+        oneDNN compiles a program of .7 MB for each shape of a 16-bit product, and keeps a thousand
+        of them. Padding adds at most an eighth of the rows, a sixteenth from 256 rows on, which
+        makes 128 different numbers of rows up to 4,096. The results of the other rows stay the
+        same to the last bit.
         """
         if n_rows <= 16 or self.device.type != "cpu" or self.dtype.itemsize != 2:
             return 0
@@ -401,9 +402,9 @@ class LayeredModel(ModelText):
         return -n_rows % min(an_eighth, max(16, an_eighth // 2), 64)
 
     def n_more_keys(self, n_keys: int) -> int:
-        """Entries of zeros that a pass attends to behind ``n_keys``, masked, for the same reason.
+        """Entries of zeros, masked, that a pass adds behind ``n_keys``, for the same reason.
 
-        `attention` would copy all keys and values to add them.
+        If `attention` added them, it would have to copy all keys and values.
         """
         return -n_keys % 64 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 0
 
@@ -418,14 +419,14 @@ class LayeredModel(ModelText):
         )  # fmt: skip
 
     def sinks(self, layer: int) -> Tensor | None:
-        """(H,) the score of each head that no token takes, None if there are none."""
+        """(H,) for each head, the score in the softmax that belongs to no token; None if none."""
         if not self._family.has_sinks:
             return None
         sinks: Tensor = self._decoder.layers[layer].self_attn.sinks
         return sinks
 
     def window_mask(self, layer: int, n_tokens: int) -> Tensor | None:
-        """(n, n) bool: what each of the first tokens sees at a layer; None for all before it."""
+        """(n, n) bool: which of the first tokens each one sees at a layer; None for all before."""
         window = self.windows_within(n_tokens)[layer]
         if window is None:
             return None
@@ -434,13 +435,13 @@ class LayeredModel(ModelText):
         return (behind >= 0) & (behind < window)
 
     def windows_within(self, n_tokens: int) -> tuple[int | None, ...]:
-        """`windows`, None too where a window holds so many tokens."""
+        """`windows`, but also None for a window of ``n_tokens`` or more."""
         if not any(self.windows):
             return self.windows
         return tuple(w if w is not None and w < n_tokens else None for w in self.windows)
 
     def _of_whole_head(self, side: Tensor, fill: float) -> Tensor:
-        """(R, D) of the cos, or sin, (R, .) that the model computes; ``fill`` where none turns."""
+        """(R, D) from the model's cos or sin (R, .); ``fill`` for channels that do not rotate."""
         step = 2 if self._family.turns == "pairs" else 1
         half = F.pad(
             side[:, ::step][:, : self._n_rotated // 2],
@@ -450,7 +451,7 @@ class LayeredModel(ModelText):
         return torch.cat((half, half), -1)
 
     def _of_layer(self, side: Tensor) -> Tensor:
-        """What a layer takes, of `_of_whole_head`."""
+        """Cos or sin in the form that a layer takes, from the result of `_of_whole_head`."""
         half = side[:, : self._n_rotated // 2]
         if self._family.turns == "half":
             return half
@@ -465,15 +466,15 @@ class LayeredModel(ModelText):
 
 
 def _accept(hf: Any, tokenizer: Any, name: str) -> bool:  # noqa: ANN401
-    """Whether a model's weights are quantised. Raises UnsupportedModel for what cannot be served.
+    """Whether a model's weights are quantised. Raises UnsupportedModel if it cannot be served.
 
-    The weights of a GGUF file are not: transformers has dequantised them. Its note of what the file
-    was is removed.
+    Weights of a GGUF file are not, because transformers has dequantised them. The config's note of
+    their former quantisation is removed.
     """
     if not isinstance(hf, PreTrainedModel):
         raise UnsupportedModel(
-            f"a {type(hf).__name__} is no transformers model; give what "
-            "AutoModelForCausalLM.from_pretrained returns, adapters merged into it"
+            f"the model is a {type(hf).__name__}; it must be a transformers model; give the result "
+            "of AutoModelForCausalLM.from_pretrained, with adapters merged into it"
         )
     quantised: Any = getattr(hf.config, "quantization_config", None)
     is_gguf = getattr(quantised, "quant_method", None) == "gguf"
@@ -488,7 +489,8 @@ def _accept(hf: Any, tokenizer: Any, name: str) -> bool:  # noqa: ANN401
     refuse_adapters(hf, name)
     if not getattr(tokenizer, "is_fast", False):
         raise UnsupportedModel(
-            f"{name!r} has no fast tokenizer; chunk boundaries need one (tokenizer.json)"
+            f"{name!r} has no fast tokenizer, which chunk boundaries need; give a tokenizer with a "
+            "tokenizer.json"
         )
     return quantised is not None and not is_gguf
 
@@ -502,15 +504,15 @@ def _prepare(hf: PreTrainedModel, *, is_quantised: bool) -> None:
     if is_quantised:
         # The first forward changes tensors: AWQ and Marlin convert their scales there, and
         # compressed-tensors unpacks weights in a hook of the whole model, whose forward no
-        # later pass calls. The digests are of what every later pass computes with.
+        # later pass calls. Digests must cover the numbers that later passes compute with.
         with torch.no_grad():
             hf(torch.zeros(1, 1, dtype=torch.long, device=kind_of(hf)[1]))
 
 
 def _halves(n_rotated: int, head_dim: int, family: Family) -> Tensor | None:
-    """(D,) the order of a head's channels in which RoPE turns the first half with the second.
+    """(D,) an order of a head's channels in which RoPE pairs the first half with the second.
 
-    A family that rotates a part of a head turns the first half of that part with the second. The
+    A family that rotates a part of a head pairs the first half of that part with the second. The
     order of channels makes no difference to the product of a query and a key.
     """
     if family.turns == "pairs":

@@ -3,8 +3,8 @@
 A decoded token reads every weight once, so it takes as long as the bytes of the weights. Blocks of
 Q4_0, Q4_1 and Q4_K become groups of 32 numbers of 4 bits, with a bfloat16 scale and offset each;
 every other kind becomes numbers of 8 bits, with a scale for each row. Only decoding uses these
-products, and short passes whose entries are kept by nobody. Every other pass multiplies by the
-exact weights, so that chunk caches do not depend on the packing. See docs/decisions.md.
+products, and short passes whose entries are not kept. Every other pass multiplies by the exact
+weights, so that chunk caches do not depend on the packing. See docs/decisions.md.
 
 The kernels are private to PyTorch. No other file calls them, and `kernels_work` compares them with
 plain products before a model uses them.
@@ -33,21 +33,21 @@ from samkv_integrations.runtimes.transformers.model.gguf_blocks import parts_of,
 _log = logging.getLogger(__name__)
 
 MOST_TOKENS = 12
-"""Most tokens of a packed product: one in bfloat16 is faster from 16 tokens on (AMD EPYC)."""
+"""Most tokens of a packed product: from 16 tokens on bfloat16 is faster (AMD EPYC)."""
 
 MOST_TOKENS_UNPACKING = 128
-"""The same where the weights must be unpacked first, which takes as long as so many tokens with
-weights of 4 bits, and as 250 with 8 bits (docs/decisions.md)."""
+"""The same if bfloat16 needs the weights unpacked first: unpacking takes as long as packed products
+of so many tokens with 4 bits, and of 250 tokens with 8 bits (docs/decisions.md)."""
 
 _GROUP = 32
 BLOCK_NUMBERS = 2**18
-"""Weights that are unpacked at a time while a model is loaded, and in products by row blocks."""
+"""Weights that are unpacked at a time, when a model is loaded and in products by row blocks."""
 
 MOST_WHOLE = 2**26
-"""Weights of the largest matrix that a product unpacks whole; only output matrices are larger."""
+"""Most weights of a matrix that a product unpacks whole; only output matrices have more."""
 
 LARGE = 2**21
-"""Weights of a matrix from which on `LargeInt8Matrix` is faster than `Int8Matrix`."""
+"""Fewest weights of a matrix for which `LargeInt8Matrix` is faster than `Int8Matrix`."""
 
 LARGE_BLOCK = 5 * 2**20
 """Weights of a `LargeInt8Matrix` that are packed at a time."""
@@ -57,20 +57,20 @@ LARGE_BLOCK = 5 * 2**20
 
 
 class Exact(Protocol):
-    """A matrix (n_rows, n_columns) whose exact values are computed when they are asked for."""
+    """A matrix (n_rows, n_columns) whose exact values are computed on demand."""
 
     n_rows: int
     n_columns: int
 
     def rows(self, first: int, last: int) -> Tensor:
-        """(last - first, n_columns) float32: the rows from ``first`` on, without ``last``."""
+        """(last - first, n_columns) float32: the rows from ``first`` to ``last``, exclusive."""
         ...
 
 
 class OpenFile:
     """A file that stays open, so that a file of the same name cannot take its place.
 
-    Raises ModelNotFound when it is read after it was changed or cut.
+    A read raises ModelNotFound if the file was changed or cut after it was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,8 +90,8 @@ class OpenFile:
         data = os.pread(self._file.fileno(), n_bytes, at)
         if len(data) != n_bytes or self._stamped() != self._stamp:
             raise ModelNotFound(
-                f"{str(self.path)!r} was changed after the model was loaded, which reads its "
-                "weights; load the model again"
+                f"{str(self.path)!r} was changed after the model was loaded, and the model "
+                "still reads weights from it; load the model again"
             )
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
@@ -100,10 +100,10 @@ class FileMatrix:
     """A matrix in a GGUF file.
 
     Args:
-        file, at: where its bytes begin.
+        file, at: the file, and the offset of its bytes there.
         kind: the type of its blocks.
         shape: rows and columns.
-        order: (n_rows,) the row of the file that each row is; None for the same.
+        order: (n_rows,) for each row, its number in the file; None for the same order.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FileMatrix:
         self._order = order
 
     def blocks(self, first: int, last: int) -> Tensor:
-        """(last - first, bytes of a row) uint8: the rows as they are in the file."""
+        """(last - first, bytes of a row) uint8: the rows as the file has them."""
         if self._order is None:
             at = self._at + first * self._row_bytes
             return self._file.read(at, (last - first) * self._row_bytes).view(last - first, -1)
@@ -148,14 +148,14 @@ class FileMatrix:
 
 
 def row_blocks(matrix: Exact, n_numbers: int = BLOCK_NUMBERS) -> Iterator[tuple[int, int]]:
-    """First and last row of blocks of about so many numbers; all but the last of 64 x n rows."""
+    """First and last row of blocks of about ``n_numbers``; all but the last have 64 x n rows."""
     step = max(1, n_numbers // matrix.n_columns // 64) * 64
     for first in range(0, matrix.n_rows, step):
         yield first, min(first + step, matrix.n_rows)
 
 
 def unpack(matrix: Exact, first: int, last: int, into: Tensor) -> Tensor:
-    """``into`` (last - first, n_columns), filled with these rows, and no copy of all of them."""
+    """Fill ``into`` (last - first, n_columns) with these rows, block by block; returns it."""
     step = max(1, BLOCK_NUMBERS // matrix.n_columns)
     for at in range(first, last, step):
         end = min(at + step, last)
@@ -164,7 +164,7 @@ def unpack(matrix: Exact, first: int, last: int, into: Tensor) -> Tensor:
 
 
 def unpacked(matrix: Exact, dtype: torch.dtype) -> Tensor:
-    """(n_rows, n_columns) all rows."""
+    """(n_rows, n_columns): all rows."""
     into = torch.empty(matrix.n_rows, matrix.n_columns, dtype=dtype)
     return unpack(matrix, 0, matrix.n_rows, into)
 
@@ -199,21 +199,21 @@ class Int4Matrix:
         packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         self._codes[first:last] = packed
         self._scales[:, first:last, 0] = scale.t()
-        self._scales[:, first:last, 1] = (offset + 8 * scale).t()  # where the kernel's zero is
+        self._scales[:, first:last, 1] = (offset + 8 * scale).t()  # the kernel counts codes from 8
 
     def product(self, x: Tensor) -> Tensor:
         """(n, n_columns) bfloat16 or float32 -> (n, n_rows), computed in bfloat16."""
-        # of torch itself, as a call through torch.ops takes 1 us longer
+        # torch's own function: a call through torch.ops takes 1 us longer
         in_bfloat16 = x.bfloat16()
         product = torch._weight_int4pack_mm_for_cpu(in_bfloat16, self._codes, _GROUP, self._scales)
         return product.to(x.dtype)
 
 
 class Int8Matrix:
-    """Numbers of 8 bits, with a scale for each row. Its rows are exact for what it holds.
+    """Numbers of 8 bits, with a scale for each row. `rows` gives its numbers exactly.
 
     Args:
-        codes: memory for the numbers, if there is some.
+        codes: memory for the numbers; None to allocate it.
     """
 
     def __init__(self, shape: tuple[int, int], codes: Tensor | None = None) -> None:
@@ -253,7 +253,7 @@ class LargeInt8Matrix:
     """
 
     _base = 256
-    _largest = 127 * _base  # of the integers
+    _largest = 127 * _base  # largest integer
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.n_rows, self.n_columns = shape
@@ -261,7 +261,7 @@ class LargeInt8Matrix:
         self._no_zeros = torch.empty(0, dtype=torch.int32)
 
     def __deepcopy__(self, memo: object) -> LargeInt8Matrix:
-        return self  # nothing changes it, and tensors in oneDNN's layout cannot be copied so
+        return self  # it never changes, and tensors in oneDNN's layout cannot be deep-copied
 
     @staticmethod
     def row_bytes(n_columns: int) -> int:
@@ -288,8 +288,8 @@ class LargeInt8Matrix:
         return products[0] if len(products) == 1 else torch.cat(products, 1)
 
     def _digits(self, x: Tensor) -> Tensor:
-        """(2 n, n_columns) the low and the high digits of (n, n_columns), for `_times`."""
-        # 257 * 128 makes both bytes those of numbers from -128 to 127, with 128 added
+        """(2 n, n_columns): the low and the high digits of x (n, n_columns), for `_times`."""
+        # adding 257 * 128 makes each byte a number from -128 to 127, plus 128
         numbers = x.add_(257 * 128 + 0.5).int().view(torch.uint8).view(len(x), -1, 4)
         return numbers[..., :2].permute(2, 0, 1).reshape(2 * len(x), -1)
 
@@ -306,8 +306,8 @@ class LargeInt8Matrix:
 class SevenBitMatrix(LargeInt8Matrix):
     """The same for FBGEMM's int8 kernels, and for processors without VNNI instructions.
 
-    There the sum of two products of bytes has 16 bits. Digits of 7 bits do not overflow it. Two of
-    them are 14 bits of a row's largest number.
+    On these, the sum of two products of bytes has 16 bits, which digits of 7 bits do not overflow.
+    Two digits are 14 bits of a row's largest number.
     """
 
     _base = 128
@@ -320,7 +320,7 @@ class SevenBitMatrix(LargeInt8Matrix):
 
     def append(self, rows: Int8Matrix) -> None:
         scales, zeros = rows.scales.double(), torch.zeros(len(rows.scales), dtype=torch.long)
-        with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+        with warnings.catch_warnings(action="ignore"):  # a warning of deprecation
             quantised = torch._make_per_channel_quantized_tensor(rows.codes, scales, zeros, 0)
         self._blocks.append(torch.ops.quantized.linear_prepack(quantised, None))
 
@@ -340,7 +340,7 @@ Packed = Int4Matrix | Int8Matrix | LargeInt8Matrix
 
 
 class Part:
-    """Some rows of a matrix into which several were joined."""
+    """Some rows of a matrix that several matrices were joined into."""
 
     def __init__(self, whole: Packed, first: int, n_rows: int) -> None:
         self.whole, self.first = whole, first
@@ -352,9 +352,9 @@ class Part:
 
 
 def pack(matrices: Sequence[FileMatrix], buffer: Buffer) -> list[Packed | Part]:
-    """Matrices with the same input, packed block by block: as parts of one, if they are alike.
+    """Pack matrices with the same input, block by block; matrices of one kind become parts of one.
 
-    Nothing larger than ``buffer`` is allocated besides: what is freed between the weights would
+    No temporary memory is larger than ``buffer``: memory that is freed between the weights would
     stay with the process.
     """
     in_4_bits = {has_4_bits(each.kind, (each.n_rows, each.n_columns)) for each in matrices}
@@ -408,7 +408,7 @@ def packed_bytes(kind: Any, shape: tuple[int, int]) -> int:  # noqa: ANN401
 
 
 def kind_of_8_bits(n_numbers: int) -> type[Int8Matrix | LargeInt8Matrix]:
-    """How a matrix of so many numbers is packed in 8 bits."""
+    """The class that packs a matrix of ``n_numbers`` in 8 bits."""
     return (large_kind() if n_numbers >= LARGE else None) or Int8Matrix
 
 
@@ -417,7 +417,7 @@ def kernels_work() -> bool:
     """Whether the kernels of this PyTorch give the products of unpacked weights; logs if not."""
     try:
         if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-            raise ValueError("it multiplies number by number on this processor")
+            raise ValueError("this processor would multiply number by number")
         trial = _Trial()
         in_4_bits, in_8_bits = Int4Matrix(trial.shape), Int8Matrix(trial.shape)
         for first, last in row_blocks(trial, trial.n_columns * 128):
@@ -427,7 +427,7 @@ def kernels_work() -> bool:
         for matrix in (in_4_bits, in_8_bits):
             if not (error := trial.error_of(matrix)) < 0.02:
                 raise ValueError(f"a trial product differs by {error:.2g}")
-    except (AttributeError, RuntimeError, ValueError, TypeError) as error:  # no such operator
+    except (AttributeError, RuntimeError, ValueError, TypeError) as error:  # of a missing operator
         _log.warning(
             "weights are unpacked: PyTorch %s has no products of packed weights here (%s)",
             torch.__version__, str(error).splitlines()[0],
@@ -451,15 +451,15 @@ def large_kind() -> type[LargeInt8Matrix] | None:
             if trial.error_of(large) < 0.02 and (kind is LargeInt8Matrix or _is_faster(kind)):
                 return kind
         except (AttributeError, RuntimeError, ValueError, TypeError):
-            pass  # this PyTorch, or this processor, lacks them
+            pass  # this PyTorch or this processor lacks the kernels
     return None
 
 
 @torch.inference_mode()
 def _is_faster(kind: type[LargeInt8Matrix]) -> bool:
-    """Whether it beats `Int8Matrix` for a large matrix and one token."""
+    """Whether ``kind`` beats `Int8Matrix` for a large matrix and one token."""
     rows, large = Int8Matrix((4096, 1024)), kind((4096, 1024))
-    rows.codes.fill_(1)  # and few bytes for the trial, which would stay with the process
+    rows.codes.fill_(1)  # the trial takes few bytes, as these would stay with the process
     rows.scales.fill_(1)
     large.append(rows)
     x = torch.ones(1, 1024)
@@ -505,7 +505,7 @@ _decoding = _Decoding()
 
 @contextmanager
 def packed_products() -> Iterator[None]:
-    """A block in which this thread multiplies few tokens by packed weights."""
+    """Inside this block, this thread multiplies few tokens by packed weights."""
     before, _decoding.active = _decoding.active, True
     try:
         yield
@@ -524,14 +524,14 @@ class Buffer:
         return Buffer()
 
     def memory(self, n_numbers: int, dtype: torch.dtype) -> Tensor:
-        """(n_numbers,) any numbers."""
+        """(n_numbers,) uninitialised numbers."""
         n_bytes = n_numbers * dtype.itemsize
         if self._bytes.numel() < n_bytes:
             self._bytes = torch.empty(n_bytes, dtype=torch.uint8)
         return self._bytes[:n_bytes].view(dtype)
 
     def product(self, x: Tensor, matrix: Exact, bias: Tensor | None) -> Tensor:
-        """The exact linear layer; of a large one, blocks of rows are unpacked."""
+        """The exact linear layer; a large matrix is unpacked in blocks of rows."""
         n_numbers = matrix.n_rows * matrix.n_columns
         is_whole = n_numbers <= MOST_WHOLE
         products = []
@@ -546,12 +546,12 @@ class Buffer:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that decodes by packed weights, and else multiplies by the exact ones.
+    """A linear layer that decodes with packed weights, and uses exact weights in all other passes.
 
     Args:
-        packed: the weights of decoding.
-        exact: the weights of all other passes: in memory, or unpacked into ``buffer``.
-        bias: of the layer.
+        packed: the weights for decoding.
+        exact: the weights for all other passes: in memory, or unpacked into ``buffer``.
+        bias: the bias of the layer, or None.
     """
 
     def __init__(
@@ -577,14 +577,14 @@ class PackedLinear(nn.Linear):
         self._packed_from = self._stamp()
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Which weights in memory these are; None if there are none."""
+        """Address and version of the weights in memory; None without such weights."""
         weight: Tensor | None = self.weight
         if weight is None:
             return None
         return weight.data_ptr(), -1 if weight.is_inference() else weight._version
 
     def is_current(self) -> bool:
-        """Whether the weights in memory are still those that were packed."""
+        """Whether the packed weights still equal the weights in memory."""
         return self._packed_from == self._stamp()
 
     def packed_product(self, x: Tensor) -> Tensor:
@@ -627,12 +627,12 @@ class JoinedLinears:
 class PackedEmbedding(nn.Module):
     """An embedding that reads the rows of its tokens from the file, where they are packed.
 
-    weight: (0, columns), with the type and device of the rows.
+    weight: (0, columns), empty, with the dtype and device of the rows.
     """
 
     def __init__(self, exact: FileMatrix, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm_type = 2.0  # as a plain one has it, so that the model's digest is the same
+        self.norm_type = 2.0  # as in a plain embedding, for the same digest of the model
         self.exact = exact
         self.weight = torch.empty(0, exact.n_columns, dtype=dtype)
 
@@ -643,7 +643,7 @@ class PackedEmbedding(nn.Module):
 
 
 def unpacked_of(module: nn.Module) -> Iterator[tuple[str, Exact]]:
-    """The weights of a model that are in none of its parameters, by their names there."""
+    """The weights that are not parameters of the model, with the names of parameters."""
     for name, part in module.named_modules():
         if isinstance(part, PackedLinear | PackedEmbedding) and part.exact is not None:
             yield f"{name}.weight", part.exact

@@ -22,7 +22,7 @@ class A3Recompute(RecomputeFrom):
     All tokens are computed up to the check layer. There a token's score is the attention of all
     question tokens and heads to it, with a softmax over the computed context tokens only.
 
-    ratio: 0.15; the paper gives no value.
+    ratio: 0.15 by default; the paper gives no value.
 
     Deviations: tokens of chunks with an exact cache are not candidates. The decode-time extension
     is ``eviction="snapkv"``.

@@ -23,7 +23,7 @@ class ApeAttention:
     Logits of the context are divided by ``temperature``; their log-sum-exp is multiplied by
     ``scale`` before the two parts are merged. With 1 and 1 this is ordinary attention.
 
-    temperature: 0.9 in the authors' code; must be above 0. scale: 0.9 there.
+    temperature: 0.9 in the authors' code; it must be above 0. scale: 0.9 in that code.
 
     Deviations: every token without a cache attends this way, also between chunks.
     """
@@ -70,6 +70,6 @@ APE = Method(
 """APE with the defaults of its code.
 
 Its shared prefix is the engine's ``prefix_text``: chunks are computed behind it, and a prompt
-that begins with it attends to it once. Keys stay where they were computed, so all chunks share
-positions. Deviation: the question keeps its position behind all chunks.
+that begins with it attends to it once. Keys keep the positions at which they were computed, so all
+chunks share positions. Deviation: the question keeps its position behind all chunks.
 """

@@ -1,7 +1,7 @@
-"""What the papers' methods share: parts that choose by what a model computes, all with tensors.
+"""The classes that the papers' methods share: parts that choose by tensors of the model.
 
-A `BlockSelect` may ask for a probe, a pass of its own, and a `LayerRecompute` for a check layer in
-the pass that answers. Parts are pure functions of tensors and a layout.
+A `BlockSelect` may need a probe, which is a pass of its own. A `LayerRecompute` may need a check
+layer in the prompt pass. Parts are pure functions of tensors and a layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Update = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionInputs:
-    """What was computed at ingest, for all chunks of a request; only what a part `needs`.
+    """Data computed at ingest, for all chunks of a request. Only data in a part's `needs` are set.
 
     Keys and queries are un-rotated.
 
@@ -35,8 +35,8 @@ class SelectionInputs:
     local_query: (L, C, H, D) float32, mean query of each chunk's local tokens.
     anchor_mean: (L, C, G, D) float32, mean key of each chunk's anchor tokens; 0 if the prompt
         contains none.
-    block_max, block_min: (L, C) most and least important middle block; -1 without a middle, and if
-        the prompt contains no token of that block.
+    block_max, block_min: (L, C) most and least important middle block; -1 for a chunk without
+        middle blocks, and if the prompt contains no token of that block.
     outliers: (L, Tctx) bool, middle tokens with outlying attention.
     stable_layers: indices of the layers N* (paper: Appendix A.2).
     """
@@ -65,17 +65,17 @@ class ProbedLayer:
 
 
 class BlockSelect(Select):
-    """Chooses blocks by what was computed at ingest, and by a probe if it wants one."""
+    """Chooses blocks by data of the ingest, and by a probe if `probe_blocks` asks for one."""
 
     def probe_blocks(self, layout: TensorLayout) -> Tensor | None:
-        """(Nb,) bool, blocks that a probe attends to: a pass of the uncached tokens, for `score`.
+        """(Nb,) bool: the blocks that a probe attends to; None, the default, for no probe.
 
-        None, the default, for no probe.
+        A probe is a pass of the uncached tokens, for `score`.
         """
         return None
 
     def score(self, probed: ProbedLayer, layout: TensorLayout) -> Tensor:
-        """The scores of a layer of the probe for `choose`, on the device. Pure."""
+        """The scores of one layer of the probe, for `choose`, on the device. Pure."""
         raise NotImplementedError
 
     @abstractmethod
@@ -84,12 +84,12 @@ class BlockSelect(Select):
     ) -> Tensor:
         """(L, Nb) bool, CPU: the blocks that each layer keeps. Pure.
 
-        scores: those of all layers, stacked; None without a probe.
+        scores: the results of `score` in all layers, stacked; None without a probe.
         """
 
 
 class AnchorProbe(BlockSelect):
-    """Selects by the question's mean query, which a pass over the anchor tokens gives."""
+    """Selects by the question's mean query, from a probe that attends to the anchor tokens."""
 
     def probe_blocks(self, layout: TensorLayout) -> Tensor | None:
         return layout.is_anchor
@@ -103,11 +103,12 @@ class AnchorProbe(BlockSelect):
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """The context tokens that have been computed up to the check layer, all rotated.
+    """The context tokens that were computed up to the check layer; queries and keys are rotated.
 
     tokens: (n,) context tokens. keys, values: (n, G, D) as computed. queries: (H, W, D) of the
     question's tokens. scaling: of the attention logits.
-    cached: returns the cached keys, at the same positions, and values, (n, G, D) each.
+    cached: a function that returns the cached keys, at the same positions, and the cached values,
+        (n, G, D) each.
     """
 
     tokens: Tensor
@@ -119,10 +120,10 @@ class Checked:
 
 
 class LayerRecompute(Recompute):
-    """Chooses the kept tokens to compute again layer by layer, by what the model computes.
+    """Chooses, layer by layer, the kept tokens to recompute, by tensors of the model.
 
-    check_layer: the layer where `choose_after` decides on all later layers; None if `choose_layers`
-        decides on every layer before the pass.
+    check_layer: the layer where `choose_after` decides for all later layers; None if
+        `choose_layers` decides for every layer before the pass.
     """
 
     by_layer: ClassVar[bool] = True
@@ -143,7 +144,7 @@ class LayerRecompute(Recompute):
         raise NotImplementedError
 
     def choose(self, layout: Layout) -> Mask:
-        """Raises InvalidOption: token ids do not tell which tokens it chooses."""
+        """Raises InvalidOption: the choice needs more than token ids."""
         raise InvalidOption(
             f"{type(self).__name__} chooses tokens by what the model computes, which only the "
             "transformers runtime can do; choose a method by token ids, such as 'auto'"
@@ -152,9 +153,10 @@ class LayerRecompute(Recompute):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFrom(LayerRecompute):
-    """Recompute all tokens up to a check layer, and above it those that `choose_after` picks.
+    """Recomputes all tokens up to a check layer, and above it the tokens of `choose_after`.
 
-    ratio: share of the context for the layers above. Exact chunks are never recomputed.
+    ratio: share of the context to recompute above the check layer. Exact chunks are never
+        recomputed.
     layer: the check layer, counted from 0.
     """
 
@@ -201,7 +203,7 @@ class ContextAttention(Protocol):
 def top_tokens(scores: Tensor, tokens: Tensor, ratio: float, layout: TensorLayout) -> Tensor:
     """(Tctx,) bool, CPU: the ``tokens`` (n,) with the best scores, ``ratio`` of the context."""
     recomputed = torch.zeros(layout.n_context, dtype=torch.bool)
-    most = math.ceil(ratio * layout.n_context - 1e-6)  # a tolerance for the error of floats
+    most = math.ceil(ratio * layout.n_context - 1e-6)  # tolerates rounding errors of floats
     count = min(len(tokens), max(0, most))
     recomputed[tokens[scores.topk(count).indices.cpu()]] = True
     return recomputed
@@ -219,8 +221,8 @@ def group_heads(queries: Tensor, n_kv_heads: int) -> Tensor:
 def fill_budget(order: Tensor, layout: TensorLayout, budget_tokens: float | Tensor) -> Tensor:
     """(L, Nb) bool: the best blocks of each layer, up to ``budget_tokens``.
 
-    order: (L, Nb) scores; -inf is never taken. Filling ends at the first block that does not fit.
-    budget_tokens: one for all layers, or (L, 1).
+    order: (L, Nb) scores; a block with -inf is never chosen. Filling ends at the first block that
+    does not fit. budget_tokens: one budget for all layers, or (L, 1).
     """
     ranking = order.argsort(dim=1, descending=True, stable=True)
     lengths = layout.block_lengths.to(order.device)[ranking]

@@ -31,8 +31,8 @@ class MultiInfllmSelect(AnchorProbe):
     product of its representative with the mean query of the question's tokens, summed over heads,
     both un-rotated, so that all blocks are equally far away (section 3.2).
 
-    max_kept_ratio: kept tokens as a share of each chunk, with its anchors, which are always kept.
-        1 keeps everything.
+    max_kept_ratio: kept tokens as a share of each chunk, anchors included; anchors are always kept.
+        1 keeps all tokens.
 
     Deviations: the representative is the mean key of the block, where the paper takes the mean of
     its four tokens with the highest local attention; blocks have the engine's size (128 there);

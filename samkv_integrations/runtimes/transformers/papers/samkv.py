@@ -28,12 +28,12 @@ PAPER = "arXiv 2508.11661"
 
 @dataclass(frozen=True, kw_only=True)
 class SamkvSelect(AnchorProbe):
-    """Blocks by personalised query, dynamic share and a ranking across chunks (section 3.1, 3.2).
+    """Blocks by personalised query, dynamic share and ranking across chunks (sections 3.1, 3.2).
 
     max_kept_ratio: limit of kept tokens as a share of the context; the anchors are always kept,
         even beyond it. None for no limit.
-    bias: add the personalised bias (equation 1). middle: select middle blocks at all. Both are
-        columns of the paper's Table 4.
+    bias: whether to add the personalised bias (equation 1). middle: whether to select middle
+        blocks at all. Both are columns of the paper's Table 4.
 
     Deviations: the limit is ours; the paper's share P is unbounded. docs/methods.md lists details
     that the paper leaves open.
@@ -132,11 +132,11 @@ def top_share(scores: Tensor, share: Tensor, layout: TensorLayout) -> Tensor:
 
 
 def rank_across(scores: Tensor, candidates: Tensor, layout: TensorLayout) -> Tensor:
-    """(L, Nb) order of the blocks kept across chunks, -inf for those not kept.
+    """(L, Nb) order of the blocks that are kept across chunks; -inf for all other blocks.
 
     Scores become comparable by a softmax over each chunk's middle blocks; of all candidates of a
-    layer the best ceil(candidates / C) stay (section 3.2, last paragraph). Its logarithm ranks the
-    same and does not vanish where scores are far apart.
+    layer the best ceil(candidates / C) stay (section 3.2, last paragraph). The logarithm of the
+    softmax gives the same order, and does not vanish if scores are far apart.
     """
     middle = layout.middle_of_chunk.to(scores.device)
     per_chunk = scores[:, None].masked_fill(~middle, -math.inf).log_softmax(-1)
@@ -169,10 +169,10 @@ class SamkvRecompute(LayerRecompute):
 
 
 def fuse(cached: Tensor, computed: Tensor) -> Tensor:
-    """Mix of recomputed and cached entry (SamKV equation 4): theta * new + (1 - theta) * old.
+    """The updated entry (SamKV equation 4): theta * computed + (1 - theta) * cached.
 
-    theta is the cosine of new and old per token, over all heads. Both (R, G, D), keys at the same
-    position. Returns the dtype of ``computed``.
+    theta is the cosine of computed and cached for each token, over all heads. Both (R, G, D), keys
+    at the same position. Returns the dtype of ``computed``.
     """
     old, new = cached.float(), computed.float()
     theta = F.cosine_similarity(new.flatten(1), old.flatten(1), dim=1)[:, None, None]

@@ -1,6 +1,6 @@
-"""One pass through the layers, over computed and cached tokens.
+"""`Blend`: one pass through the model's own layers, over computed and cached tokens.
 
-`Blend` runs a plan of `pass_plan` through the model's own layers.
+It follows a plan of `pass_plan`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from samkv_integrations.runtimes.transformers.passes.working_cache import (
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedLayer:
-    """What a pass has computed at a layer, all rotated, before the layer's attention.
+    """The tensors of one layer before its attention; queries and keys are rotated.
 
-    number: of the layer, from 0. plan: what the layer does.
+    number: index of the layer, from 0. plan: the plan of the layer.
     queries: (1, H, R, D) of the computed tokens; computed: their keys and values, (R, G, D) each.
     keys: (S, G, D) of all entries that the layer attends to.
-    scaling, mask: of its attention; mask (R, S), see `LayerPlan.masks`, None without one.
+    scaling, mask: those of the layer's attention; mask (R, S), see `LayerPlan.masks`, or None.
     """
 
     number: int
@@ -49,25 +49,25 @@ class ObservedLayer:
 
 
 class Observer(Protocol):
-    """Sees each layer of a pass, and may change what later layers do."""
+    """Sees each layer of a pass, and may change the plan of later layers."""
 
     def __call__(self, layer: ObservedLayer) -> PassPlan | None:
-        """A plan to follow from the next layer on; None to go on as planned."""
+        """The plan to follow from the next layer on; None to keep the present plan."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """A pass of one request: `run` it, or go `through_layers` where no logits are needed.
+    """The pass of one request. Call `run`, or `through_layers` if no logits are needed.
 
-    cached: the stored entries. rotation: of all T positions.
-    method: its `update` and `attend` are used. held: entries of the prompt's first tokens, from a
-    kept sequence. prefix_to_fill: gets copies of those that later prompts may take, where the cache
-    will not have them.
-    is_exact: whether later prompts take entries that this pass computes for full prefill's: nothing
-    is rounded for speed then.
-    cache: takes the entries that a layer leaves; None in a probe. observers: see each layer.
-    pause: called before each layer. It may run other passes, and may raise.
+    cached: the stored entries. rotation: that of all T positions.
+    method: its `update` and `attend` are used. held: the entries of the cached prefix, from a kept
+    sequence; None without one. prefix_to_fill: receives copies of the entries that later prompts
+    may take, if the cache will not have these entries; None if none are needed.
+    is_exact: whether later prompts may take the entries of this pass as equal to full prefill's;
+    then no scores are rounded for speed.
+    cache: receives the entries of each layer for the answer; None in a probe. observers: see each
+    layer. pause: called before each layer. It may run other passes, and may raise.
     """
 
     model: LayeredModel
@@ -97,7 +97,7 @@ class Blend:
         positions, n_tokens = layers[0].computed.positions, layers[0].computed.n_tokens
         token_ids = self.cached.layout.token_ids.to(positions.device)[positions]
         hidden = self.model.embed(token_ids)[None]
-        turns: dict[int, tuple[Tensor, Tensor]] = {}  # by rotation, of the layers with one plan
+        turns: dict[int, tuple[Tensor, Tensor]] = {}  # by rotation, for layers with the same plan
         for layer in range(self.model.n_layers):
             self.pause()
             computed, kind = layers[layer].computed, self.rotation.kinds[layer]
@@ -117,9 +117,9 @@ class Blend:
         self, layers: list[LayerPlan], layer: int, query: Tensor, key: Tensor, value: Tensor,
         scaling: float,
     ) -> Tensor:  # fmt: skip
-        """The attention of a layer: (1, H, R', D) each but key and value (1, G, R', D).
+        """(1, H, R', D), the attention of a layer. query: (1, H, R', D); key, value: (1, G, R', D).
 
-        layers: the plans of all layers. An observer may replace those of the later ones.
+        layers: the plans of all layers. An observer may replace the plans of later layers.
         """
         plan = layers[layer]
         n_entries, n_computed = plan.n_entries, plan.computed.n_tokens
@@ -168,7 +168,7 @@ class Blend:
             keys[: plan.n_held], values[: plan.n_held] = of_held
         self.cached.write(layer, stored.tokens, keys[stored.slots], values[stored.slots])
         for side, computed in zip(both, of_computed, strict=True):
-            if written.slots is None:  # all are computed, in prompt order
+            if written.slots is None:  # all entries are computed, in prompt order
                 side[: len(computed)] = computed
                 continue
             used = computed[: plan.computed.n_tokens]
@@ -183,7 +183,7 @@ class Blend:
     def _staying_entries(
         self, layer: int, plan: LayerPlan, entries: Tensor, queries: Tensor, scaling: float
     ) -> LayerEntries:
-        """What a layer leaves for the answer's later tokens.
+        """The entries of a layer for the answer's later tokens.
 
         entries: (2, S + room, G, D). queries: (H, R, D).
         """

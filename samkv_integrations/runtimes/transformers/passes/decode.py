@@ -15,7 +15,7 @@ from samkv_integrations.runtimes.transformers.passes.working_cache import Workin
 
 @dataclass(eq=False)
 class Decoder:
-    """One answer that is decoded over a working cache, see `TokenSequence`."""
+    """The decoding of one answer over its working cache, see `TokenSequence`."""
 
     model: LayeredModel
     cache: WorkingCache
@@ -49,8 +49,8 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
     """One step of the model: logits (n, vocabulary) after each of the n next tokens of each answer.
 
     The weights are read once for all tokens; each answer attends to its own working cache. All
-    decoders are of one model. A device that runs out of memory leaves the working caches as they
-    were, if they can take tokens back.
+    decoders must have the same model. If the device runs out of memory, working caches that can
+    rewind stay as they were.
     """
     model, lengths = decoders[0].model, [len(each) for each in tokens]
     positions, rows = list[int](), list[WorkingCache]()
@@ -63,14 +63,14 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         if len(rows) == 1:
             return rows[0].attend(layer, query, key, value, scaling)
-        # one token after the other: several at once would be rounded differently
+        # one token after the other, because several together would be rounded differently
         outputs = []
         for at, cache in enumerate(rows):
             q, k, v = query[:, :, at, None], key[:, :, at, None], value[:, :, at, None]
             outputs.append(cache.attend(layer, q, k, v, scaling))
         return torch.cat(outputs, 2)
 
-    # To the layers all tokens are of one sequence, which interact in attention only.
+    # Layers see all tokens as one sequence: tokens interact in attention only.
     try:
         with model.decoding(len(rows)) as is_packed:
             hidden = model.embed(torch.tensor([[token for each in tokens for token in each]]))

@@ -40,7 +40,7 @@ from samkv_integrations.store.chunk import Fingerprint
 
 @contextmanager
 def _reading(chunk: StoredChunk) -> Iterator[None]:
-    """Turns a CacheMiss in the block into the loss of ``chunk``."""
+    """Inside this block, a CacheMiss becomes ChunkLost of ``chunk``."""
     try:
         yield
     except CacheMiss as miss:
@@ -48,11 +48,11 @@ def _reading(chunk: StoredChunk) -> Iterator[None]:
 
 
 LAYERS_TOGETHER = 4
-"""Layers of a chunk that one read takes, where threads read while layers run."""
+"""Layers of a chunk in one read, if threads read while layers run."""
 
 
 def _of_pairs(rotation: Rotation, form: EntryFormat) -> Rotation:
-    """Channels of cos and sin as `Entries` takes them: (R, 1, D / 2), on a CPU (R, G, D / 2)."""
+    """Cos and sin in the form of `Entries`: (R, 1, D / 2), on a CPU (R, G, D / 2)."""
 
     def of_pairs(side: Tensor) -> Tensor:
         heads = form.n_kv_heads if side.device.type == "cpu" else 1
@@ -66,13 +66,13 @@ def _of_pairs(rotation: Rotation, form: EntryFormat) -> Rotation:
 class CachedEntries:
     """The cached KV entries of one request, in their stored format, each layer's on its device.
 
-    A context manager; no thread reads for it after it is left. On a CPU all reading is done before
-    a pass runs. For other devices threads read whole chunks, the lower layers first, and each layer
-    of a pass waits for its own entries only. For CUDA they read into pinned memory, so that copies
-    do not block. An entry is read twice only if few blocks of its chunk are loaded first, and most
-    of the chunk later, in one read.
+    A context manager; at its exit all reading threads have ended. For a CPU, all reading ends
+    before a pass runs. For other devices, threads read whole chunks, the lower layers first, and
+    each layer of a pass waits for its own entries only. For CUDA, threads read into pinned memory,
+    so that copies do not block. An entry is read twice only if few blocks of its chunk are loaded
+    first, and most of the chunk later, in one read.
 
-    rotation: of the positions of the cached keys. hot: takes the chunks that are read whole.
+    rotation: that of the positions of the cached keys. hot: keeps the chunks that are read whole.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CachedEntries:
         self.n_layers = fingerprint.n_layers
         self._devices = [rotation.of(layer)[0].device for layer in range(self.n_layers)]
         self._is_pinned = any(device.type == "cuda" for device in self._devices)
-        self._read: list[Tensor] = []  # (Tctx, E) uint8 of each layer, once something is loaded
+        self._read: list[Tensor] = []  # (Tctx, E) uint8 of each layer; empty before the first read
         self._codes: list[Tensor | None] = [None] * self.n_layers  # the same, on its device
         n_groups = [self.form.range_shape(chunk.n_tokens)[0] for chunk in chunks]
         first_group = torch.tensor([0, *n_groups]).cumsum(0)
@@ -101,11 +101,11 @@ class CachedEntries:
         group = first_group[:-1][layout.chunk_of_token] + layout.offset_in_chunk // GROUP_TOKENS
         self._group_of_token = {device: group.to(device) for device in set(self._devices)}
         self._turns = _of_pairs(rotation, self.form)
-        # the tokens of the layer that was last written; group, cos and sin of each, by rotation
+        # the tokens of the last `write`; group, cos and sin of each token, by rotation
         self._tokens: Tensor | None = None
         self._of_tokens: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._loaded = torch.zeros(self.n_layers, layout.n_blocks, dtype=torch.bool)
-        self._held: dict[int, Tensor] = {}  # (L, t, E) of the t tokens of each hot chunk
+        self._in_memory: dict[int, Tensor] = {}  # (L, t, E) of the t tokens of each hot chunk
         hot_chunks = (chunk for chunk in chunks if isinstance(chunk, HotChunk))
         events = (chunk.hot.copied for chunk in hot_chunks)
         self._copied = {id(copied): copied for copied in events if copied}
@@ -113,9 +113,9 @@ class CachedEntries:
             if isinstance(chunk, HotChunk):
                 blocks = layout.block_range[index]
                 self._loaded[:, blocks.start : blocks.stop] = True
-                self._held[index] = self._hot_entries(index, chunk)
-        # of each chunk that threads read: a future for each `LAYERS_TOGETHER` layers
-        self._coming: list[list[Future[None]]] = []
+                self._in_memory[index] = self._hot_entries(index, chunk)
+        # for each chunk that threads read, a future for each `LAYERS_TOGETHER` layers
+        self._reads: list[list[Future[None]]] = []
         self._work: list[Future[None]] = []
         self._is_left = False
 
@@ -129,18 +129,18 @@ class CachedEntries:
     def _hot_entries(self, index: int, chunk: HotChunk) -> Tensor:
         tokens, entries = self.layout.token_range[index], chunk.hot.entries
         offsets = self.layout.offset_in_chunk[tokens.start : tokens.stop]
-        if bool((offsets.diff() == 1).all()):  # one run, which needs no copy
+        if bool((offsets.diff() == 1).all()):  # one run needs no copy
             return entries[:, int(offsets[0]) : int(offsets[-1]) + 1]
         self._wait_for_copies(-1)
-        if self._is_pinned and entries.is_cpu:  # a copy to the host may be on its way
+        if self._is_pinned and entries.is_cpu:  # a copy to the host may still run
             torch.cuda.synchronize(self._devices[-1])
         return entries.index_select(1, offsets.to(entries.device))
 
     def load(self, blocks: Tensor) -> None:
-        """Read those of ``blocks`` (L, Nb) bool that were not read before. Raises ChunkLost.
+        """Read the ``blocks`` (L, Nb) bool that were not read before. Raises ChunkLost.
 
-        If more than half of a chunk is missing, all of it is read in one sequential read. So is
-        a chunk that can be hot, so that later questions read nothing of it.
+        If more than half of a chunk is missing, one sequential read takes all of it. A chunk that
+        can be hot is read as a whole, too, so that later questions need not read it.
         """
         layout, missing = self.layout, blocks & ~self._loaded
         if not bool(missing.any()):
@@ -148,7 +148,7 @@ class CachedEntries:
         for layer in range(self.n_layers):
             self._wait_for(layer)
         if not self._read:
-            # for the whole context: unpinned pages are committed lazily, as they are written
+            # for the whole context: the system commits unpinned pages only when they are written
             shape = (layout.n_context, self.form.n_bytes)
             self._read = [
                 torch.empty(shape, dtype=torch.uint8, pin_memory=self._is_pinned)
@@ -156,14 +156,14 @@ class CachedEntries:
             ]
         whole: dict[StoredChunk, list[int]] = {}
         for index, chunk in enumerate(self.chunks):
-            if index in self._held:
+            if index in self._in_memory:
                 continue
             of_chunk = layout.block_range[index]
             wanted = missing[:, of_chunk.start : of_chunk.stop]
             n_wanted = int(wanted.sum())  # one long read beats many short ones
             if n_wanted and (2 * n_wanted > wanted.numel() or self._hot.fits(chunk)):
                 whole.setdefault(chunk, []).append(index)
-                wanted |= True  # marks them as loaded: a view of `missing`
+                wanted |= True  # a view of `missing`: marks all blocks as loaded
                 continue
             with _reading(chunk):
                 self._keep_range(index)
@@ -178,8 +178,8 @@ class CachedEntries:
                     self._hot.keep(chunk, kept)
                 continue
             parts: list[Future[None]] = [Future() for _ in range(0, self.n_layers, LAYERS_TOGETHER)]
-            self._coming.append(parts)
-            read = list(self._read)  # `release` may drop a layer that needs no entries before
+            self._reads.append(parts)
+            read = list(self._read)  # a copy, as `release` may drop layers
             work = readers(os.getpid(), "read").submit(self._read_parts, chunk, places, read, parts)
             self._work.append(work)
 
@@ -195,7 +195,7 @@ class CachedEntries:
             gaps = (needed.diff() != 1).nonzero()[:, 0] + 1
             for neighbours in needed.tensor_split(gaps.tolist()):
                 if not len(neighbours):
-                    continue  # nothing of this layer
+                    continue  # this layer needs no block
                 first, last = int(neighbours[0]), int(neighbours[-1])
                 begin, end = chunk.blocks.span(first)[0], chunk.blocks.span(last)[1]
                 entries = torch.empty(end - begin, self.form.n_bytes, dtype=torch.uint8)
@@ -207,7 +207,7 @@ class CachedEntries:
         self, chunk: StoredChunk, places: Sequence[int], read: Sequence[Tensor],
         parts: Sequence[Future[None]],
     ) -> None:  # fmt: skip
-        """Read some layers after the others; the future of each part is set when it is done."""
+        """Read layers part after part; the future of each part is set once the part is read."""
         try:
             kept = self._hot.room_for(chunk)
             for at, part in enumerate(parts):
@@ -257,16 +257,16 @@ class CachedEntries:
 
     def _keep_range(self, index: int) -> None:
         groups, found = self._groups[index], key_range(self.chunks[index])
-        # NumPy, as torch would start threads of its own for the copy
+        # NumPy, because torch would start its own threads for the copy
         self._read_range.numpy()[:, groups.start : groups.stop] = found.numpy()
 
     def _wait_for(self, layer: int) -> None:
         """Wait until a layer has been read. Raises ChunkLost."""
-        for parts in self._coming:
+        for parts in self._reads:
             parts[layer // LAYERS_TOGETHER].result()
 
     def _wait_for_copies(self, layer: int) -> None:
-        """Let the GPU compute nothing more before a layer of the hot chunks is there."""
+        """Let the GPU wait until a layer of the hot chunks is copied to it."""
         for copied in self._copied.values():
             torch.cuda.current_stream(self._devices[layer]).wait_event(copied[layer])
 
@@ -278,11 +278,11 @@ class CachedEntries:
             self._wait_for_copies(layer)
             if self._read:
                 codes = self._read[layer]
-            else:  # nothing is loaded: all tokens are hot or computed
+            else:  # no block was read: all tokens are hot or computed
                 shape = (self.layout.n_context, self.form.n_bytes)
                 codes = torch.empty(shape, dtype=torch.uint8, device=device)
-            held = {index: entries[layer] for index, entries in self._held.items()}
-            codes = self._moved(codes, held, self.layout.token_range, 0, device)
+            in_memory = {index: entries[layer] for index, entries in self._in_memory.items()}
+            codes = self._moved(codes, in_memory, self.layout.token_range, 0, device)
             self._codes[layer] = codes
         if device not in self._key_range:
             self._wait_for(0)
@@ -296,15 +296,15 @@ class CachedEntries:
         return codes, self._key_range[device][layer]
 
     def _moved(
-        self, read: Tensor, held: Mapping[int, Tensor], places: Sequence[range], dim: int,
+        self, read: Tensor, in_memory: Mapping[int, Tensor], places: Sequence[range], dim: int,
         device: torch.device,
     ) -> Tensor:  # fmt: skip
-        """What was read, on a device, with what hot chunks hold in their places of ``dim``."""
-        if not held:
+        """``read`` on a device, with the tensors of hot chunks at their indices of ``dim``."""
+        if not in_memory:
             is_here = read.device == device
             return read if is_here else read.to(device, non_blocking=self._is_pinned)
         parts = [
-            held[index] if index in held else read.narrow(dim, place.start, len(place))
+            in_memory[index] if index in in_memory else read.narrow(dim, place.start, len(place))
             for index, place in enumerate(places)
         ]
         return torch.cat([part.to(device, non_blocking=self._is_pinned) for part in parts], dim)
@@ -324,7 +324,7 @@ class CachedEntries:
     def write(self, layer: int, tokens: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write rotated keys, and values, of context tokens (n,), into (n, G, D) each.
 
-        What is written for tokens that were not loaded is undefined.
+        The numbers of tokens that were not loaded are undefined.
 
         tokens: on the layer's device, in any order. Layers with the same tokens share the tensor.
         """
@@ -373,23 +373,23 @@ class CachedEntries:
         return SelectionInputs(n_layers=self.n_layers, stable_layers=stable_layers, **tensors)
 
     def _inputs_of_chunk(self, index: int, needs: frozenset[str]) -> dict[str, Tensor]:
-        """What was stored with a chunk, of its blocks and tokens in the prompt; layers first."""
+        """The stored data of a chunk, for its blocks and tokens in the prompt; layers first."""
         chunk, layout, found = self.chunks[index], self.layout, dict[str, Tensor]()
         tokens, blocks = layout.token_range[index], layout.block_range[index]
-        held = layout.block_in_chunk[blocks.start : blocks.stop]
+        in_prompt = layout.block_in_chunk[blocks.start : blocks.stop]
         with _reading(chunk):
             if "block_means" in needs:
                 middle, n_blocks = chunk.blocks.middle_blocks, chunk.blocks.n_blocks
                 around = (0, 0, 0, 0, middle.start, n_blocks - middle.stop)
                 means = F.pad(decode_means(block_means(chunk)), around)
-                found["block_means"] = means[:, held]
+                found["block_means"] = means[:, in_prompt]
             if "local_query" in needs:
                 found["local_query"] = local_query(chunk).float()
             if "statistics" in needs:
                 of_chunk = statistics(chunk)
-                # one more, for -1: no middle block
+                # one more element for the index -1, which means no middle block
                 place = torch.full((chunk.blocks.n_blocks + 1,), -1)
-                place[held] = torch.arange(blocks.start, blocks.stop)
+                place[in_prompt] = torch.arange(blocks.start, blocks.stop)
                 found["block_max"] = place[of_chunk.block_max.long()]
                 found["block_min"] = place[of_chunk.block_min.long()]
                 offsets = layout.offset_in_chunk[tokens.start : tokens.stop]

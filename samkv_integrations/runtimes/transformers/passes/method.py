@@ -1,4 +1,4 @@
-"""How a pass follows a method: what it keeps and computes again, and what its parts observe."""
+"""How a pass follows a method: the kept blocks, the recomputed tokens, and its observers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def kept_blocks(
 ) -> Tensor:
     """(L, Nb) bool: the blocks that each layer keeps.
 
-    Raises InvalidOption for a choice of another shape, which might be broadcast, and for a part
-    that chooses nothing.
+    Raises InvalidOption if the choice has another shape (which might be broadcast), and for a part
+    that does not choose blocks.
     """
     shape = inputs.n_layers, layout.n_blocks
     if isinstance(method.select, BlockSelect):
@@ -47,9 +47,9 @@ def kept_blocks(
 def recomputed_tokens(
     method: Method, keep: Tensor, inputs: SelectionInputs, layout: TensorLayout
 ) -> Tensor:
-    """(L, Tctx) bool: the tokens to compute again. keep: (L, Nb) bool, see `kept_blocks`.
+    """(L, Tctx) bool: the tokens to recompute. keep: (L, Nb) bool, see `kept_blocks`.
 
-    Raises InvalidOption for a choice of another shape.
+    Raises InvalidOption if the choice has another shape.
     """
     n_layers, part = inputs.n_layers, method.recompute
     if isinstance(part, LayerRecompute):
@@ -73,7 +73,7 @@ def _of_shape(method: Method, part: str, chosen: Tensor, shape: tuple[int, ...])
 class Probe:
     """Scores each layer of a probe for a selection.
 
-    rotation: of all T positions. device: where the scores of all layers go.
+    rotation: that of all T positions. device: receives the scores of all layers.
     """
 
     select: BlockSelect
@@ -97,10 +97,10 @@ class Probe:
 
 @dataclass(kw_only=True)
 class Check:
-    """Lets a recomputation choose the tokens of all later layers, at its check layer.
+    """Observes the check layer of a recomputation, which there chooses the tokens of later layers.
 
     cached: the stored entries. replan: (Tctx,) bool, the tokens that later layers compute ->
-    the plan. plan: that plan, once it is made.
+    the new plan. plan: the new plan; None before the check layer.
     """
 
     recompute: LayerRecompute

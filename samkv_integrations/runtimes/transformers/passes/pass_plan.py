@@ -1,10 +1,11 @@
-"""What a pass over a prompt does at each layer, decided before the pass runs.
+"""The plan of a prompt pass: what each layer does, decided before the pass runs.
 
 `plan_pass` makes the plan, which `blend.Blend` follows.
 
-Numbers of a plan count one of four things. A position is a place among the T tokens of the prompt.
-A context token is one of the Tctx tokens of chunks. A slot is a place among the S entries that a
-layer attends to, which are in prompt order. A row is a place among the R tokens that it computes.
+A plan has four kinds of indices. A position is the index of one of the T tokens of the prompt. A
+context token is one of the Tctx tokens of chunks. A slot is the index of one of the S entries that
+a layer attends to, in prompt order. A row is the index of one of the R tokens that a layer
+computes.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from samkv_integrations.runtimes.transformers.passes.working_cache import Contex
 class ComputedTokens:
     """The tokens that a layer computes, in prompt order.
 
-    n_tokens: R. positions: (R',) theirs; the last one may be repeated, see `Model.n_more_rows`.
-    rows_before: (R',) their rows at the layer before; None if it computes the same tokens.
-    context: (c,) those of them that are context tokens with a cache, CPU; context_rows: (c,) their
-        rows.
+    n_tokens: R. positions: (R',) positions of these tokens; the last one may be repeated, see
+        `Model.n_more_rows`.
+    rows_before: (R',) rows of these tokens at the layer before; None if that layer computes the
+        same tokens.
+    context: (c,) CPU, the context tokens with a cache among them; context_rows: (c,) their rows.
     """
 
     n_tokens: int
@@ -46,8 +48,8 @@ class ComputedTokens:
 class StoredEntries:
     """The stored entries that a layer uses.
 
-    slots: from the first to the last of them. tokens: (n,) the context token of each of these
-        slots; any one where another entry belongs, which is written later.
+    slots: the range from the first to the last of these entries. tokens: (n,) the context token
+        of each slot in this range; any token for a slot of another entry, which is written later.
     """
 
     slots: slice
@@ -56,12 +58,12 @@ class StoredEntries:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenEntries:
-    """Where the entries go that a layer computes.
+    """The slots of the entries that a layer computes.
 
-    rows: (b,) tokens whose computed entry is used, None for all R. slots: (b,) theirs, None for the
-        first R'.
-    updated_rows: (k,) tokens whose stored entry is combined with the computed one; updated_slots:
-        (k,) theirs.
+    rows: (b,) rows whose computed entry is used, None for all R. slots: (b,) slots of these
+        entries, None for the first R'.
+    updated_rows: (k,) rows whose stored entry is combined with the computed one; updated_slots:
+        (k,) slots of these entries.
     """
 
     rows: Tensor | None
@@ -74,8 +76,10 @@ class WrittenEntries:
 class StayingEntries:
     """The S' entries that stay for the answer's later tokens.
 
-    slots: (S',) theirs among the S, None for all. context: which of the S' are of context tokens.
-    query_rows: computed tokens that stay, None for all; query_slots: theirs among the S', CPU.
+    slots: (S',) their slots among the S entries, None for all. context: which of the S' entries are
+        of context tokens.
+    query_rows: rows of the computed tokens that stay, None for all; query_slots: CPU, the slots of
+        these tokens among the S' entries.
     """
 
     slots: Tensor | None
@@ -88,11 +92,11 @@ class StayingEntries:
 class LayerPlan:
     """One layer of a pass.
 
-    n_entries: S; n_padded: with entries of zeros behind them, which nothing attends to, so that a
-        CPU has few shapes to compile for.
-    n_held: first tokens of the prompt whose entries come from a kept sequence.
-    entry_positions: (S,) of the entries, CPU. is_context: (S,) bool, those of context tokens with a
-        cache.
+    n_entries: S. n_padded: S and the entries of zeros behind them, which no token attends to; they
+        leave a CPU few shapes to compile for.
+    n_held: tokens of the cached prefix, whose entries come from a kept sequence.
+    entry_positions: (S,) CPU, positions of the entries. is_context: (S,) bool, the entries of
+        context tokens with a cache.
     masks: window of a layer, None for all tokens -> (R', n_padded): 0 where a token sees an entry,
         else -inf, in the model's dtype, see `of_groups`; bool for a method with its own attention.
         Empty if every token is computed and sees all tokens before it.
@@ -119,8 +123,8 @@ class LayerPlan:
 class PassPlan:
     """The plan of a pass. Consecutive layers with the same plan share a `LayerPlan`.
 
-    blocks: (L, Nb) bool, blocks of which a stored entry is used.
-    kept: (L, Nb) bool, blocks that stay.
+    blocks: (L, Nb) bool, the blocks of which a stored entry is used.
+    kept: (L, Nb) bool, the blocks whose entries stay for the answer.
     computed: (L, Tctx) bool, context tokens that are computed.
     """
 
@@ -130,7 +134,7 @@ class PassPlan:
     computed: Tensor
 
 
-# -- how it is made --------------------------------------------------------------------------------
+# -- making a plan ---------------------------------------------------------------------------------
 
 
 def plan_pass(
@@ -142,7 +146,7 @@ def plan_pass(
     n_held: int = 0,
     again: Tensor | None = None,
     updates: bool = False,
-    weighs: bool = False,
+    has_own_attention: bool = False,
 ) -> PassPlan:
     """Plan a pass.
 
@@ -151,10 +155,10 @@ def plan_pass(
     kept, its computed entry is attended to in that layer and then dropped.
 
     keep: (L, Nb) bool. recompute: (L, Tctx) bool, ignored where the block is not kept.
-    n_held: first tokens that a kept sequence has, all of them uncached; the other uncached
-        tokens are computed, and those at the positions ``again``.
-    updates: whether a recomputed entry needs the stored one. weighs: whether the method has its own
-        attention, which always takes a mask.
+    n_held: tokens of the cached prefix, none of them in a chunk with a cache. All other uncached
+        tokens are computed, and so are the tokens at the positions ``again``.
+    updates: whether a recomputed entry needs the stored one. has_own_attention: whether the method
+        has its own attention, which always takes a mask.
     """
     assert bool(layout.uncached[:n_held].all())
     stored = keep[:, layout.block_of_token] & ~layout.uncached[layout.context_positions]
@@ -165,7 +169,7 @@ def plan_pass(
         used=stored if updates else stored & ~recomputed,
     )  # fmt: skip
     layers: list[LayerPlan] = []
-    before: Tensor | None = None  # (T,) mask of what the layer before computes
+    before: Tensor | None = None  # (T,) bool, the tokens that the layer before computes
     for layer, is_new in enumerate(roles.differ_from_layer_before(model.layer_devices)):
         if not is_new:
             layers.append(_repeated(layers[-1]))
@@ -186,7 +190,7 @@ def plan_pass(
             written=_written_entries(tokens, device, n_held=n_held, updates=updates),
             masks=_masks(
                 model, layout, computed.positions, entry_positions, n_entries + n_more,
-                is_causal=is_causal, weighs=weighs,
+                is_causal=is_causal, has_own_attention=has_own_attention,
             ),
             staying=_staying_entries(layout, tokens, device),
         )  # fmt: skip
@@ -205,10 +209,11 @@ def _repeated(plan: LayerPlan) -> LayerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _ContextRoles:
-    """What each layer does with context tokens: (L, Tctx) bool each.
+    """The roles of context tokens at each layer: (L, Tctx) bool each.
 
-    stored: their stored entry stays, or one that replaces it. recomputed: those whose entry is
-    computed anew. computed: recomputed there or at a layer above. used: their stored entry is read.
+    stored: the stored entry stays, or one that replaces it. recomputed: the entry is computed
+    again. computed: the token is recomputed there or at a layer above. used: the stored entry is
+    read.
     """
 
     stored: Tensor
@@ -217,7 +222,7 @@ class _ContextRoles:
     used: Tensor
 
     def differ_from_layer_before(self, devices: Sequence[torch.device]) -> list[bool]:
-        """Of each layer, whether its roles or its device differ from the layer before's."""
+        """For each layer, whether its roles or its device differ from those of the layer before."""
         roles = torch.stack((self.stored, self.recomputed, self.computed))
         differing = (roles[:, 1:] != roles[:, :-1]).flatten(2).any(2).any(0).tolist()
         moving = [here != before for before, here in pairwise(devices)]
@@ -228,9 +233,10 @@ class _LayerTokens:
     """What one layer does with the prompt's tokens, all on the CPU.
 
     is_stored, is_recomputed: (T,) bool, see `_ContextRoles`. is_computed: (T,) bool.
-    is_attended: (T,) bool, tokens with an entry at the layer; slots: (T,) theirs.
-    is_staying: (T,) bool, those that stay; staying_slots: (T,) theirs among these.
-    positions: (R,) of the computed tokens. used, computed, stored: context tokens of these roles.
+    is_attended: (T,) bool, tokens with an entry at the layer; slots: (T,) slots of the entries.
+    is_staying: (T,) bool, tokens whose entry stays; staying_slots: (T,) slots among these entries.
+    positions: (R,) positions of the computed tokens. used, computed, stored: the context tokens of
+    these roles.
     """
 
     def __init__(
@@ -263,7 +269,7 @@ def _computed_tokens(
     model: LayeredModel, layout: TensorLayout, tokens: _LayerTokens, before: Tensor | None,
     device: torch.device,
 ) -> ComputedTokens:  # fmt: skip
-    """before: (T,) bool, what the layer before computes; None at the first layer."""
+    """before: (T,) bool, the tokens that the layer before computes; None at the first layer."""
     positions, n_more = tokens.positions, model.n_more_rows(len(tokens.positions))
     rows_before = None
     if before is not None and not torch.equal(before, tokens.is_computed):
@@ -324,20 +330,20 @@ def _staying_entries(
 
 def _masks(
     model: LayeredModel, layout: TensorLayout, positions: Tensor, entry_positions: Tensor,
-    n_padded: int, *, is_causal: bool, weighs: bool,
+    n_padded: int, *, is_causal: bool, has_own_attention: bool,
 ) -> dict[int | None, Tensor]:  # fmt: skip
-    """See `LayerPlan.masks`. positions: (R',) of the computed tokens, on the layer's device."""
+    """See `LayerPlan.masks`. positions: (R',) on the layer's device, of the computed tokens."""
     masks: dict[int | None, Tensor] = {}
     windows = {*model.windows_within(layout.n_tokens)} - {None}
-    if weighs or not is_causal:
+    if has_own_attention or not is_causal:
         windows.add(None)
-    if windows:  # what is behind all tokens is seen by none
+    if windows:  # padding comes after all tokens, so that none sees it
         n_more = n_padded - len(entry_positions)
         seen_at = F.pad(entry_positions, (0, n_more), value=layout.n_tokens)
         behind = positions[:, None] - seen_at.to(positions.device)[None]
     for window in windows:
         seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-        if not weighs:  # made once: attention would do it at every layer
+        if not has_own_attention:  # once here, not in the attention of every layer
             added = torch.where(seen, 0.0, -torch.inf).to(model.dtype)
             seen = of_groups(added, model.n_heads, model.n_kv_heads, model.head_dim)
         masks[window] = seen

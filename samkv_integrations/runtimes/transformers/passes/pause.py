@@ -7,9 +7,9 @@ from collections.abc import Callable
 Pause = Callable[[], None]
 """Called before each layer. It may run other passes, and may raise, which ends the pass.
 
-No pass calls it within `LayeredModel.decoding`, whose products the other passes must not take.
+No pass calls it inside `LayeredModel.decoding`, whose products must not reach other passes.
 """
 
 
 def no_pause() -> None:
-    """For a pass that runs in one go."""
+    """The pause of a pass that must not be interrupted: it does nothing."""

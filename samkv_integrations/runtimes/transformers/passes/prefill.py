@@ -1,4 +1,4 @@
-"""Prefill of chunks: one pass, whose keys and values become chunk caches."""
+"""Prefill of chunks: the keys and values of one pass become chunk caches."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 
 BATCH_TOKENS = 1024
 DEVICE_BATCH_TOKENS = 2048
-"""Tokens of a batch on a CPU and on a device, whose host launches operations meanwhile."""
+"""Most tokens of a batch on a CPU, and on a device, whose host launches operations meanwhile."""
 BATCH_CHUNKS = 32
 """Limits of a batch: while chunks are cached, an answer waits for one batch at most."""
 
 Before = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values (1, G, P, D) of the prefix, of each layer."""
+"""For each layer, keys and values (1, G, P, D) of the prefix."""
 
 
 def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[ChunkRef]]:
     """Group chunks for one pass each; a longer chunk has a pass of its own.
 
-    At most `BATCH_CHUNKS` a group, as each chunk takes time besides its tokens. Chunks of a group
-    have similar lengths on a device, which pads them. On a CPU they fill the group as well as they
-    can, as `Model.n_more_rows` pads the group.
+    A group has at most `BATCH_CHUNKS`, because each chunk takes time besides that of its tokens. On
+    a device, which pads chunks, those of a group have similar lengths. On a CPU chunks are chosen
+    to fill a group, because `Model.n_more_rows` pads groups.
     """
 
     def n_fitting(n_tokens: int) -> int:
-        """How many of the ``rest`` have so many tokens at most."""
+        """How many of the ``rest`` have at most ``n_tokens``."""
         return bisect_right(rest, n_tokens, key=lambda chunk: len(chunk.token_ids))
 
     is_on_cpu = device.type == "cpu"
@@ -53,8 +53,8 @@ def batches(chunks: Sequence[ChunkRef], device: torch.device) -> list[list[Chunk
         while rest and len(group) < BATCH_CHUNKS:
             n_found = n_fitting(room)
             if not is_on_cpu and n_found < len(rest):
-                n_found = 0  # the next one is too long
-            elif is_on_cpu:  # the longest that leaves room for another one
+                n_found = 0  # the next chunk is too long
+            elif is_on_cpu:  # the longest chunk that leaves room for another one
                 n_found = n_fitting(room - len(rest[0].token_ids)) or n_found
             if not n_found and group:
                 break
@@ -90,13 +90,13 @@ def entries_before(model: LayeredModel, prefix: Sequence[int], pause: Pause = no
 
 
 class PrefilledChunks:
-    """The caches of one pass, in host memory. Each is put together when it is asked for.
+    """The caches of one pass, in host memory. A cache is put together when it is taken.
 
-    So threads that write files do that work, while the next batch is computed.
+    So the threads that write files do that work while the next batch is computed.
 
-    computed: on the CPU, for all chunks one behind the other, R tokens: entries (L, R, E), key
-    ranges (L, N, 2, G, D), local queries (L, C, H, D), alpha and sustained attention (L, R), and
-    means of middle blocks (L, Nm, G, D) float32.
+    computed: on the CPU, for all chunks, R tokens in all: entries (L, R, E), key ranges (L, N, 2,
+    G, D), local queries (L, C, H, D), alpha and sustained attention (L, R), and means of middle
+    blocks (L, Nm, G, D) float32.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class PrefilledChunks:
         entries, key_range, local_query, alpha, sustained, means = self._computed
         return cache_of(
             chunk, self._fingerprint,
-            # copies, which do not keep the memory of the whole batch
+            # copies, so that a cache does not keep the memory of the whole batch
             entries=entries[:, tokens].clone(), key_range=key_range[:, self._groups[at]].clone(),
             local_query=local_query[:, at].clone(),
             statistics=chunk_statistics(alpha[:, tokens], sustained[:, tokens], self._blocks[at]),
@@ -131,7 +131,7 @@ class PrefilledChunks:
 
 
 def _slices(lengths: Iterable[int]) -> list[slice]:
-    """Of parts that follow one another."""
+    """The slices of parts of these lengths that follow one another."""
     stops = list(accumulate(lengths, initial=0))
     return [slice(*each) for each in pairwise(stops)]
 
@@ -139,8 +139,8 @@ def _slices(lengths: Iterable[int]) -> list[slice]:
 class _Means:
     """Means over N runs of tokens, without an operation for each run.
 
-    runs: tokens of each run. rows: (N * width,) of the longest run's width; a shorter run repeats
-    a token, with weight 0 in ``_weights`` (N, 1, width).
+    runs: the tokens of each run. rows: (N * width,) these tokens, padded to the longest run's
+    width: a shorter run repeats a token, with weight 0 in ``_weights`` (N, 1, width).
     """
 
     def __init__(self, runs: Sequence[range], device: torch.device) -> None:
@@ -151,7 +151,7 @@ class _Means:
         self._weights = ((offset < lengths).float() / lengths)[:, None].to(device)
 
     def __call__(self, numbers: Tensor) -> Tensor:
-        """(..., N, heads, D) float32 means of numbers (..., N * width, heads, D) of ``rows``."""
+        """(..., N, heads, D) float32 means. numbers: (..., N * width, heads, D) for ``rows``."""
         *before, _, n_heads, dim = numbers.shape
         n_runs, _, width = self._weights.shape
         numbers = numbers.float().reshape(*before, n_runs, width, n_heads * dim)
@@ -159,9 +159,9 @@ class _Means:
 
 
 class _SideBySide:
-    """Chunks of a pass as a batch (C, T) of rows; shorter ones are padded to T tokens.
+    """Chunks of a pass as a batch (C, T) of rows; shorter chunks are padded to T tokens.
 
-    of_pass: the rows of the pass that they take. n_later: see `layer_statistics`.
+    of_pass: the rows of these chunks in the pass. n_later: see `layer_statistics`.
     """
 
     def __init__(self, first: int, lengths: Sequence[int], device: torch.device) -> None:
@@ -174,7 +174,7 @@ class _SideBySide:
         self._is_token = (at < each).flatten().nonzero()[:, 0].to(device)
 
     def stack(self, side: Tensor) -> Tensor:
-        """(heads, R, D) of a pass as (C, heads, T, D); of one chunk without a copy."""
+        """(heads, R, D) of a pass as (C, heads, T, D); without a copy for a single chunk."""
         if self._shape[0] == 1:
             return side[None, :, self.of_pass]
         n_heads, _, dim = side.shape
@@ -191,7 +191,7 @@ class _SideBySide:
 class _LocalQueries:
     """The mean un-rotated query of each chunk's local tokens, of each layer.
 
-    runs: these tokens of each of the C chunks. means: (L, C, H, D) in the model's dtype.
+    runs: the local tokens of each of the C chunks. means: (L, C, H, D) in the model's dtype.
     """
 
     def __init__(self, model: LayeredModel, rotation: Rotation, runs: Sequence[range]) -> None:
@@ -212,15 +212,15 @@ class _LocalQueries:
 
 
 _ENCODED = 2**24
-"""Numbers of keys that are quantised at a time on a device. On a CPU a layer is, which fits its
-cache."""
+"""Numbers of keys that a device quantises at a time. A CPU quantises layer by layer, because a
+layer fits its cache."""
 
 
 class _Encoder:
-    """Quantises keys and values of a pass, of several layers at a time on a device.
+    """Quantises keys and values of a pass; on a device, several layers at a time.
 
-    lengths: tokens of each chunk, R in all. middle_runs: tokens of each middle block, Nm in all.
-    largest: what `EntryFormat.check` takes, of the layers so far.
+    lengths: tokens of each chunk, R in all. middle_runs: the tokens of each of the Nm middle
+    blocks. largest: the argument of `EntryFormat.check`, over the layers so far.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class _Encoder:
         self._encoded: list[tuple[Tensor, Tensor, Tensor]] = []  # entries, key ranges, means
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Un-rotated keys, and values, (R, G, D) each, of the next layer."""
+        """keys, values: (R, G, D) each, of the next layer; keys un-rotated."""
         self._waiting.append((keys.to(self._device), values.to(self._device)))
         if len(self._waiting) == self._together or layer == self._n_layers - 1:
             self._encode()
@@ -266,7 +266,7 @@ class _Encoder:
 class _ChunkAttention:
     """The attention of chunks, each to the prefix and to itself, with its statistics.
 
-    lengths: tokens of each chunk, R in all. before: of `entries_before`.
+    lengths: tokens of each chunk, R in all. before: the result of `entries_before`.
     alpha, sustained: (L, R) float32, see `layer_statistics`.
     """
 
@@ -278,7 +278,7 @@ class _ChunkAttention:
         self.alpha, self.sustained = (
             torch.empty(shape, dtype=torch.float32, device=model.device) for _ in range(2)
         )
-        # A launch on a device takes longer than padding. A CPU computes chunk by chunk.
+        # A device pads, because launches take longer than padding. A CPU computes chunk by chunk.
         parts = [[length] for length in lengths] if self._is_on_cpu else [lengths]
         firsts = [span.start for span in _slices(map(sum, parts))]
         self._groups = {
@@ -291,10 +291,7 @@ class _ChunkAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor | None:
-        """(1, H, R', D), zeros behind the R tokens. (H, R', D) and (G, R', D) are given.
-
-        None where the pass ends.
-        """
+        """(1, H, R', D), zeros behind the R tokens; None at the layer where the pass ends."""
         ends = self._model.ends_at(layer)
         output = torch.empty_like(query)
         output[:, self._n_tokens :] = 0
@@ -304,7 +301,7 @@ class _ChunkAttention:
                 torch.cat((first.expand(len(side), -1, -1, -1), side), dim=2)
                 for first, side in zip(self._before[layer], rest, strict=True)
             )
-            attended = None if ends else group.stack(output)  # of one chunk a view
+            attended = None if ends else group.stack(output)  # a view for a single chunk
             self._attend(layer, group, own, keys, values, scaling, attended)
             if attended is not None and len(own) > 1:
                 flat = group.flatten(attended.transpose(1, 2))
@@ -315,9 +312,9 @@ class _ChunkAttention:
         self, layer: int, group: _SideBySide, query: Tensor, keys: Tensor, values: Tensor,
         scaling: float, out: Tensor | None,
     ) -> None:  # fmt: skip
-        """Note the statistics of a group, and write what it attends to into ``out`` if wanted.
+        """Note the statistics of a group; if ``out`` is not None, write the attention into it.
 
-        query, out: (C, H, T, D). keys, values: (C, G, P + T, D), those of the prefix first.
+        query, out: (C, H, T, D). keys, values: (C, G, P + T, D), the prefix first.
         """
         mask = self._model.window_mask(layer, keys.shape[2])
         is_plain = mask is None and self._model.scores_plainly
@@ -339,11 +336,11 @@ def prefill(
     model: LayeredModel, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, before: Before,
     pause: Pause = no_pause,
 ) -> PrefilledChunks:  # fmt: skip
-    """Compute caches in one pass; a chunk sees the prefix and itself, no other chunk.
+    """Compute caches in one pass. Each chunk sees the prefix and itself, but no other chunk.
 
-    before: of `entries_before`. The chunks stand one behind the other, R tokens in all. The device
-    quantises them together. What is computed is copied to the host once, in so many copies for any
-    number of chunks and layers, which is the only time that the host waits.
+    before: the result of `entries_before`. The chunks follow one another, R tokens in all. The
+    device quantises them together. The results are copied to the host at the end, in a number of
+    copies that does not depend on chunks and layers; the host waits only then.
 
     Raises InvalidChunk as `EntryFormat.check` does.
     """
@@ -373,14 +370,14 @@ def prefill(
         hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
     entries, key_range, means = encoder.encoded()
     computed = entries, key_range, local.means, attention.alpha, attention.sustained, means
-    # From CUDA into pinned memory, one after the other; the host waits at the last.
+    # From CUDA into pinned memory, one after the other; the host waits for the last copy.
     on_host = [each.to("cpu", non_blocking=True) for each in computed]
     form.check(float(torch.stack(encoder.largest).max()))
     return PrefilledChunks(chunks, fingerprint, on_host)
 
 
 def _runs(lengths: Sequence[int], fingerprint: Fingerprint) -> tuple[list[range], list[range]]:
-    """Rows of the local tokens of each chunk, and of each middle block of all chunks."""
+    """The rows of each chunk's local tokens, and the rows of each middle block of all chunks."""
     local, middle = list[range](), list[range]()
     for rows, length in zip(_slices(lengths), lengths, strict=True):
         blocks = fingerprint.scheme.of(length)

@@ -1,4 +1,4 @@
-"""A prompt's pass: load what its method needs, select, and blend computed and cached entries."""
+"""The prompt pass: load caches, select blocks, and blend computed and cached entries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from samkv_integrations.runtimes.transformers.passes.working_cache import (
 
 
 class LayerObserver(Observer):
-    """An observer that sees each layer of the pass, too."""
+    """An observer that also sees each layer of the pass."""
 
     def __init__(self, *layers: blend.Observer) -> None:
         self.layers = layers
@@ -56,7 +56,7 @@ class LayerObserver(Observer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """What a method has chosen for each layer. recompute: (L, Tctx) bool; keep: (L, Nb) bool."""
+    """The choice of a method for each layer. recompute: (L, Tctx) bool; keep: (L, Nb) bool."""
 
     keep: Tensor
     recompute: Tensor
@@ -64,10 +64,10 @@ class _Choice:
 
 
 class PromptRun:
-    """One prompt's pass, with its open caches.
+    """The pass of one prompt, with its open caches.
 
-    Computed apart from the prompt's rotation: behind a prefix that the prompt does not have, chunk
-    positions may exceed the prompt's length.
+    The rotation of cached keys is computed apart from the prompt's: chunks that were computed
+    behind a prefix which the prompt lacks may have positions beyond the prompt's length.
     """
 
     def __init__(self, model: LayeredModel, work: PromptPass, observer: Observer) -> None:
@@ -93,11 +93,12 @@ class PromptRun:
         method = self.work.method
         return plan_pass(
             self.model, self.layout, keep, recompute, n_held=self.work.held.n_tokens,
-            again=self.again, updates=method.update is not None, weighs=method.attend is not None,
+            again=self.again, updates=method.update is not None,
+            has_own_attention=method.attend is not None,
         )  # fmt: skip
 
     def choose(self) -> _Choice:
-        """What the method selects and recomputes; a probe runs first if it asks for one."""
+        """The blocks and tokens that the method chooses; if it needs a probe, that runs first."""
         method = self.work.method
         with self.observer.stage("load"):
             stable = (
@@ -132,7 +133,7 @@ class PromptRun:
     def blend(
         self, choice: _Choice, cache: WorkingCache, copied: CopiedEntries | None
     ) -> tuple[Tensor, PassPlan]:
-        """The logits of the first token, and the plan that was followed in the end."""
+        """The logits of the first token, and the plan that the last layers followed."""
         part, check = self.work.method.recompute, None
         observers = self.observer.layers if isinstance(self.observer, LayerObserver) else ()
         if isinstance(part, LayerRecompute) and part.check_layer is not None:
@@ -146,7 +147,7 @@ class PromptRun:
             check = Check(recompute=part, layout=self.layout, cached=self.cached, replan=replan)
             observers = (*observers, check)
         with self.observer.stage("load"):
-            # before the check layer has been computed, any kept entry may be needed
+            # until the check layer is computed, any kept entry may be needed
             self.cached.load(choice.plan.blocks if check is None else choice.keep)
         with self.observer.stage("blend"):
             logits = replace(
@@ -164,7 +165,7 @@ class PromptRun:
                 work.method.attend, n_tokens=n_tokens, model=model,
             )  # fmt: skip
         return DenseCache(
-            n_layers, work.capacity, n_tokens=n_tokens, weigh=work.method.attend,
+            n_layers, work.capacity, n_tokens=n_tokens, method_attention=work.method.attend,
             rule=rule if isinstance(rule, DroppingEviction) else None, model=model,
             keeps_all=work.keeps,
         )  # fmt: skip
@@ -201,14 +202,14 @@ def _begun(
         sequence=Decoder(run.model, cache, layout.n_tokens, entries), logits=logits, copied=copied,
         computed=computed.double().mean(0).numpy(),
         is_read=plan.blocks.any(0)[layout.block_of_token].numpy(),
-        n_attended=n_attended / n_layers,  # divided once, so that all of the context is exact
+        n_attended=n_attended / n_layers,  # one division: all of the context is exact
     )  # fmt: skip
 
 
 def _stable_layers(model: LayeredModel, caches: Caches) -> tuple[int, ...]:
-    """The layers N* (paper: Appendix A.2): published for this shape, or from stored chunks.
+    """The layers N* (paper: Appendix A.2): those published for this shape, or a vote of chunks.
 
-    Of stored chunks the first ones by key vote, so the order of ingest does not matter.
+    The first stored chunks by key vote, so that the order of ingest does not matter.
     """
     config = model.config
     shape = (config.model_type, model.n_layers, config.hidden_size, model.n_kv_heads)
@@ -223,5 +224,5 @@ def _stable_layers(model: LayeredModel, caches: Caches) -> tuple[int, ...]:
             with suppress(CacheMiss), caches.reader.open(key, caches.fingerprint) as stored:
                 votes.append(statistics(stored).stable)
         found = stable_layers(model.n_layers, torch.stack(votes) if votes else None)
-        model.stable_layers = {keys: found}  # those of other chunks are out of date
+        model.stable_layers = {keys: found}  # votes of other chunks are out of date
     return found

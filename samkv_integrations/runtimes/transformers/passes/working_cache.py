@@ -1,7 +1,7 @@
 """The working cache: the KV entries that an answer's tokens after the first attend to.
 
-`DenseCache` holds all entries, or those that an eviction rule keeps. `SparseCache` holds the
-context in its stored bits, and each step attends to a few of its tokens.
+`DenseCache` has all entries, or those that an eviction rule keeps. `SparseCache` has the context in
+its stored bits, and each step attends to a few context tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
 
 
 class LayerwiseEntries(Protocol):
-    """Rotated entries of a prompt's first tokens, as kept sequences hold them."""
+    """Rotated entries of a prompt's first tokens, for kept sequences."""
 
     def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values (n_tokens, G, D) of the first tokens at a layer."""
@@ -45,19 +45,19 @@ class LayerwiseEntries(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of memory, room included."""
+        """Bytes of memory, room for further entries included."""
         ...
 
     def most_within(self, n_tokens: int) -> int:
-        """All of them: entries of any beginning can be taken."""
+        """``n_tokens``: entries of any beginning can be taken."""
         return n_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedEntries(LayerwiseEntries):
-    """Copies of the entries of the first ``n_tokens``, which a pass adds layer by layer.
+    """Copies of the entries of the first ``n_tokens`` tokens. A pass adds them layer by layer.
 
-    For answers whose working cache lacks some of them.
+    They serve answers whose working cache lacks some of these entries.
     """
 
     n_tokens: int
@@ -65,7 +65,7 @@ class CopiedEntries(LayerwiseEntries):
     values: list[Tensor] = field(default_factory=list)
 
     def take(self, keys: Tensor, values: Tensor) -> None:
-        """Copy the first tokens' entries of the next layer out of (S, G, D) each."""
+        """Copy the entries of the first tokens at the next layer. keys, values: (S, G, D) each."""
         self.keys.append(keys[: self.n_tokens].clone())
         self.values.append(values[: self.n_tokens].clone())
 
@@ -79,11 +79,11 @@ class CopiedEntries(LayerwiseEntries):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextSlots:
-    """Which of a layer's entries are of context tokens with a cache.
+    """The slots of context tokens with a cache at a layer.
 
-    tokens: (n,) these context tokens; slots: (n,) places of their entries.
-    changed: (d,) those of the n whose entry differs from the stored one.
-    other_slots: places of all other entries.
+    tokens: (n,) these context tokens; slots: (n,) the slots of their entries.
+    changed: (d,) indices into the n tokens whose entry differs from the stored one.
+    other_slots: the slots of all other entries.
     """
 
     tokens: Tensor
@@ -96,12 +96,13 @@ class ContextSlots:
 class LayerEntries:
     """The KV entries that a pass leaves at a layer, in prompt order.
 
-    keys, values: (S + room, G, D), rotated, see `room_for`; the first S are the prompt's.
-    n_entries: S. is_context: (S,) bool, entries of context tokens with a cache; context: the same,
-        by slot.
-    queries: (H, R, D), rotated, of computed tokens that stay; query_slots: (R,) theirs, CPU.
-    scaling: of the layer's attention.
-    window: of the layer, see `Model.windows`. positions: (S,) CPU, if there is a window.
+    keys, values: (S + room, G, D), keys rotated, see `room_for`; the first S are the prompt's.
+    n_entries: S. is_context: (S,) bool, entries of context tokens with a cache; context: the same
+        entries, by slot.
+    queries: (H, R, D), rotated, of computed tokens that stay; query_slots: (R,) CPU, slots of these
+        tokens.
+    scaling: that of the layer's attention.
+    window: that of the layer, see `Model.windows`. positions: (S,) CPU; needed for a window.
     """
 
     keys: Tensor
@@ -117,7 +118,7 @@ class LayerEntries:
 
     @property
     def seen(self) -> Seen:
-        """What an eviction rule sees of it."""
+        """The part of it that an eviction rule sees."""
         return Seen(
             query=self.queries, slots=self.query_slots, keys=self.keys[: self.n_entries],
             scaling=self.scaling,
@@ -127,8 +128,8 @@ class LayerEntries:
 class WorkingCache(ABC):
     """KV entries of one answer, layer by layer.
 
-    prompt_bytes: bytes of the prompt's entries, before any eviction. lengths: entries of each layer
-    to which a step adds.
+    prompt_bytes: bytes of the prompt's entries, before any eviction. lengths: numbers of entries of
+    the layers that a step adds to.
     """
 
     prompt_bytes: int = 0
@@ -137,14 +138,14 @@ class WorkingCache(ABC):
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of the entries held, without room."""
+        """Bytes of the present entries, without room for further ones."""
 
     @abstractmethod
     def attended(self, layer: int, n_of_chunks: int, of_chunks: Callable[[], Tensor]) -> float:
         """Chunk tokens that the first step attends to at a layer, mean over key-value heads.
 
-        n_of_chunks: of the S entries that the pass left; of_chunks: gives (S,) bool, CPU, which
-        they are.
+        n_of_chunks: number of chunk tokens among the S entries of the prompt pass; of_chunks:
+        returns (S,) bool, CPU, the entries of these tokens.
         """
 
     @abstractmethod
@@ -155,19 +156,19 @@ class WorkingCache(ABC):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Add a token, key and value (1, G, 1, D), and attend: query and result (1, H, 1, D)."""
+        """Add a token and attend. key, value: (1, G, 1, D); query and result: (1, H, 1, D)."""
 
     @property
     @abstractmethod
     def can_rewind(self) -> bool:
-        """Whether tokens of the answer can be taken back: no rule has evicted anything for them."""
+        """Whether tokens of the answer can be taken back: no rule has evicted entries for them."""
 
     def rewind(self, n_tokens: int) -> None:
         """Take back the last tokens that were added."""
         self.lengths = [max(0, length - n_tokens) for length in self.lengths]
 
-    def put_back(self) -> None:  # noqa: B027  # most answers have nothing to put back
-        """After the last step: restore the entries that this answer alone had computed again."""
+    def put_back(self) -> None:  # noqa: B027  # most caches have no such entries
+        """After the last step: restore the entries that were recomputed for this answer alone."""
 
 
 def as_heads(entries: Tensor) -> Tensor:
@@ -178,8 +179,8 @@ def as_heads(entries: Tensor) -> Tensor:
 def room_for(n_entries: int, like: Tensor) -> Tensor:
     """A tensor of at least ``n_entries`` entries (S, G, D), of dtype and device of ``like``.
 
-    All but the first ``n_entries`` are zeros: there are multiples of 128, so that the products of
-    steps have few shapes. The entries of a head are contiguous: a decoding step then takes little
+    All entries behind ``n_entries`` are zeros; they fill a multiple of 128, so that the products of
+    steps have few shapes. The entries of a head are contiguous: so a decoding step takes little
     more than half the time that it takes with strided rows.
     """
     n_heads, size = like.shape[1:]
@@ -189,11 +190,11 @@ def room_for(n_entries: int, like: Tensor) -> Tensor:
 
 
 def rooms_for(n_entries: int, like: Tensor, least: int = 0) -> Tensor:
-    """(2, S, G, D): `room_for` keys, and for values, with at least ``least`` entries."""
+    """(2, S, G, D): `room_for` keys and values together, with at least ``least`` entries."""
     n_heads, size = like.shape[1:]
     n_rooms = max(n_entries, least)
     entries = like.new_empty(2, n_heads, n_rooms + -n_rooms % 128, size).transpose(1, 2)
-    if like.device.type == "cpu" or least > n_entries:  # a GPU reads no others
+    if like.device.type == "cpu" or least > n_entries:  # a GPU reads no entries behind
         entries[:, n_entries:] = 0
     return entries
 
@@ -209,21 +210,20 @@ def _attention(
 
 
 class DenseCache(WorkingCache, LayerwiseEntries):
-    """Rotated keys and values, with room for the answer's tokens; an eviction rule may thin it out.
+    """Rotated keys, and values, with room for the answer's tokens; an eviction rule may drop some.
 
-    Layers may hold different numbers of entries, ``lengths``. They are in position order until a
-    sliding rule evicts during the answer. All key-value heads of a layer hold the same number of
-    entries, but not necessarily those of the same tokens.
+    Layers may have different numbers of entries, ``lengths``. Entries are in position order until a
+    sliding rule evicts during the answer. All key-value heads of a layer have the same number of
+    entries, but not necessarily entries of the same tokens.
 
-    A layer's entries are evicted as soon as the prompt's pass has computed that layer, so the
-    unthinned cache never exists as a whole. The first token attends to all entries nevertheless.
+    Entries of a layer are evicted as soon as the prompt pass has computed that layer, so the cache
+    before eviction never exists as a whole. The first token attends to all entries nevertheless.
 
-    capacity: tokens that the answer may add. n_tokens: of the prompt. rule: what to keep, None for
-    all. weigh: the method's own attention in a step, None for the model's.
-    model: how its layers attend; plain attention without one.
-    keeps_all: whether entries that a sliding window has passed stay, for later prompts.
-
-    Else a layer with a sliding window keeps only what the next token sees. There the window evicts,
+    capacity: tokens that the answer may add. n_tokens: tokens of the prompt. rule: chooses the
+    entries to keep, None for all. method_attention: the method's own attention in a step, None for
+    the model's. model: computes the attention of its layers; None for plain attention.
+    keeps_all: whether entries behind a sliding window stay, for later prompts. Otherwise a layer
+    with a sliding window keeps only the entries that the next token sees: there the window evicts,
     and the rule does not.
     """
 
@@ -234,7 +234,7 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         *,
         n_tokens: int = 0,
         rule: DroppingEviction | None = None,
-        weigh: ContextAttention | None = None,
+        method_attention: ContextAttention | None = None,
         model: LayeredModel | None = None,
         keeps_all: bool = False,
     ) -> None:
@@ -242,19 +242,20 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         self.values: list[Tensor] = [torch.empty(0)] * n_layers
         self.context: list[Tensor] = [torch.empty(0)] * n_layers  # each (S + room, G, 1) bool
         self.lengths: list[int] = [0] * n_layers
-        self._entry_bytes = 0  # of a token at a layer
+        self._entry_bytes = 0  # bytes of a token at a layer
         self._kept: list[Tensor | None] = [None] * n_layers  # (K, G) slots after an eviction
         self._capacity = capacity
         self._slides = rule is not None and rule.slides
         self._keepers = rule and [
             rule.keeper(rule.layer_budget(n_tokens, layer, n_layers)) for layer in range(n_layers)
         ]
-        self._weigh, self._model, self._n_tokens = weigh, model, n_tokens
+        self._method_attention = method_attention
+        self._model, self._n_tokens = model, n_tokens
         self._keeps_all = keeps_all
-        self._is_plain = weigh is None and (model is None or model.scores_plainly)
+        self._is_plain = method_attention is None and (model is None or model.scores_plainly)
         self._windows: dict[int, tuple[int, Tensor]] = {}  # of layers: window, positions (S + room)
         self._lent: tuple[Tensor, LayerwiseEntries] | None = None
-        self._sides = [self.keys, self.values, *([self.context] if weigh else [])]
+        self._sides = [self.keys, self.values, *([self.context] if method_attention else [])]
 
     @property
     def kv_bytes(self) -> int:
@@ -278,7 +279,7 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         self.lengths[layer] = n_entries = entries.n_entries
         self._entry_bytes = 2 * entries.keys[:1].nbytes
         self.prompt_bytes += n_entries * self._entry_bytes
-        if self._weigh is not None:
+        if self._method_attention is not None:
             of_context = entries.is_context.new_zeros(len(entries.keys), dtype=torch.bool)
             of_context[:n_entries] = entries.is_context
             self.context[layer] = of_context[:, None, None].repeat(1, entries.keys.shape[1], 1)
@@ -304,7 +305,7 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         shape = self.keys[layer].shape[1:]
         self.keys[layer][last] = key.reshape(shape)
         self.values[layer][last] = value.reshape(shape)
-        if self._weigh is not None:
+        if self._method_attention is not None:
             self.context[layer][last] = False
         self.lengths[layer] = n_entries = last + 1
         first = 0
@@ -313,17 +314,17 @@ class DenseCache(WorkingCache, LayerwiseEntries):
             first = int(torch.searchsorted(at[:n_entries], at[last] - window, right=True))
         keys, values = self.keys[layer], self.values[layer]
         if not first and self._is_plain and suits_products(query, n_entries):
-            # Not more where a draft that was taken back made room: sums would be rounded otherwise.
+            # Not the room that a rejected draft left: sums over it would be rounded differently.
             size = n_entries + -n_entries % 128
             keys, values = keys[:size].transpose(0, 1), values[:size].transpose(0, 1)
             output = attention_of_token(query, keys, values, scaling, n_entries)
         else:
             keys, values = as_heads(keys[first:n_entries]), as_heads(values[first:n_entries])
-            if self._weigh is None:
+            if self._method_attention is None:
                 output = _attention(self._model, layer, query, keys, values, scaling)
             else:
                 is_context = self.is_context(layer)[:, first:]
-                output = self._weigh(query, keys, values, scaling, None, is_context)
+                output = self._method_attention(query, keys, values, scaling, None, is_context)
         if self._keepers and self._slides and layer not in self._windows:
             seen = Seen(
                 query=query[0], slots=torch.tensor([last]),
@@ -338,9 +339,9 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         return not (self._keepers and self._slides)
 
     def lend(self, positions: Tensor, entries: LayerwiseEntries) -> None:
-        """Note that the entries at these positions are this answer's alone.
+        """Note that the entries at these positions were recomputed for this answer alone.
 
-        entries: those that `put_back` restores, of all tokens up to the last position.
+        entries: the entries that `put_back` restores, of all tokens up to the last position.
         """
         self._lent = positions, entries
 
@@ -375,7 +376,7 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         self.lengths[layer], self._kept[layer] = n_kept, slots
 
     def _trim(self, layer: int, at: Tensor, window: int) -> None:
-        """Keep what the next token sees through the window, or have steps look only there."""
+        """Keep the entries that the next token sees, or let steps attend to these only."""
         n_entries = self.lengths[layer]
         first = int((at <= self._n_tokens - window).sum())
         later = torch.arange(self._n_tokens, self._n_tokens + self._capacity)
@@ -390,7 +391,7 @@ class DenseCache(WorkingCache, LayerwiseEntries):
     def _move(self, layer: int, first: int) -> None:
         """Move the entries from ``first`` on into new tensors with room for more."""
         n_entries = self.lengths[layer]
-        # all before any takes its place: a device may have no memory for the later ones
+        # all tensors before any is replaced: the device may lack memory for a later one
         moved = [room_for(n_entries - first + 1, side[layer]) for side in self._sides]
         for side, room in zip(self._sides, moved, strict=True):
             room[: n_entries - first] = side[layer][first:n_entries]
@@ -410,21 +411,22 @@ class DenseCache(WorkingCache, LayerwiseEntries):
 
 
 class SparseCache(WorkingCache):
-    """Context tokens as they are stored, and all other tokens as rotated keys and values.
+    """Context tokens in their stored format, and all other tokens as rotated keys, and values.
 
-    A step attends to the context tokens that the rule chooses, whose keys and values are computed
-    for the step, one layer at a time. If the rule gives a logit for the others, they count as one
-    token with the mean value of the context, unless a method weighs the context in its own way.
+    A step attends to the context tokens that the rule chooses. Their keys and values are computed
+    for the step, one layer at a time. If the rule gives a logit for all other context tokens, these
+    count as one token with the mean value of the context, unless the method has its own attention.
 
-    ``kv_bytes`` leaves out what the rule holds, and the cos and sin of the context's positions,
+    ``kv_bytes`` omits the tensors of the rule, and the cos and sin of the context's positions,
     which all layers share.
 
     Args:
-        cached: gives the entries of a layer when that layer is taken.
-        rule: chooses what a step attends to. budget: context tokens that it attends to at most.
+        cached: gives the entries of a layer when `take` is called for that layer.
+        rule: chooses the context tokens of a step. budget: most context tokens of a step.
         capacity: tokens that the answer may add.
-        weigh: the method's own attention in a step, None for the model's.
-        n_tokens: of the prompt. model: how its layers attend; plain attention without one.
+        method_attention: the method's own attention in a step, None for the model's.
+        n_tokens: tokens of the prompt. model: computes the attention of its layers; None for plain
+            attention.
 
     A layer with a sliding window attends to everything in its window.
     """
@@ -436,18 +438,21 @@ class SparseCache(WorkingCache):
         rule: SparseEviction,
         budget: int,
         capacity: int,
-        weigh: ContextAttention | None = None,
+        method_attention: ContextAttention | None = None,
         *,
         n_tokens: int = 0,
         model: LayeredModel | None = None,
     ) -> None:
-        self._near = DenseCache(n_layers, capacity, n_tokens=n_tokens, weigh=weigh, model=model)
+        self._near = DenseCache(
+            n_layers, capacity, n_tokens=n_tokens, method_attention=method_attention, model=model
+        )
         self._is_near = [False] * n_layers
         self._most, self._model = n_tokens + capacity, model
         self._n_layers, self._cached = n_layers, cached
-        self._rule, self._budget, self._capacity, self._weigh = rule, budget, capacity, weigh
+        self._rule, self._budget, self._capacity = rule, budget, capacity
+        self._method_attention = method_attention
         self._context: list[Entries | None] = [None] * n_layers
-        self._choosers: list[Chooser | None] = [None] * n_layers  # None to attend to everything
+        self._choosers: list[Chooser | None] = [None] * n_layers  # None to attend to all entries
         self._mean_value: list[Tensor] = [torch.empty(0)] * n_layers  # (1, G, D), of the context
         self._keys: list[Tensor] = [torch.empty(0)] * n_layers  # (S + capacity, G, D), the rest
         self._values: list[Tensor] = [torch.empty(0)] * n_layers
@@ -455,7 +460,7 @@ class SparseCache(WorkingCache):
 
     @property
     def lengths(self) -> list[int]:
-        """Of the layers with a small window, then of the others."""
+        """Those of the layers with a small window, then those of all other layers."""
         return [*self._near.lengths, *self._lengths]
 
     @lengths.setter
@@ -531,19 +536,19 @@ class SparseCache(WorkingCache):
                 context = context.select(chosen)
             n_context = len(context)
             parts.insert(0, context.keys_and_values())
-        if rest_logit is not None and self._weigh is None:
+        if rest_logit is not None and self._method_attention is None:
             # A zero key has the logit 0 with every query; the mask adds the logit of the rest. All
-            # logits are shifted by it, so that rounding to the dtype does not see large numbers.
+            # logits are shifted by that logit, so that no large number is rounded to the dtype.
             mean_value = self._mean_value[layer]
             parts.append((torch.zeros_like(mean_value), mean_value))
             moved = rest_logit.to(query.dtype)
             mask = -moved[None, :, None, None].repeat(1, 1, 1, n_context + length + 2)
             mask[0, :, 0, -1] = rest_logit - moved.float()
         keys, values = (as_heads(torch.cat(side)) for side in zip(*parts, strict=True))
-        if self._weigh is None:
+        if self._method_attention is None:
             return _attention(self._model, layer, query, keys, values, scaling, mask)
         is_context = torch.arange(keys.shape[2], device=keys.device) < n_context
-        return self._weigh(query, keys, values, scaling, None, is_context)
+        return self._method_attention(query, keys, values, scaling, None, is_context)
 
     def _logits(self, context: Entries, query: Tensor, scaling: float) -> Tensor:
         """(H, n) float32 of a query (H, D) with the context, as the layer scores it."""
@@ -554,10 +559,10 @@ class SparseCache(WorkingCache):
 
 
 def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
-    """Run ``work`` in a thread that computes with one torch thread; returns or raises what it does.
+    """Run ``work`` in a thread that computes with one torch thread; return its result, or raise.
 
-    A separate thread, as `torch.set_num_threads` also sets the number, for good, of every thread
-    that computes for the first time while it is in force.
+    It needs a separate thread, because `torch.set_num_threads` also sets the number for every
+    thread that computes for the first time while the call is in force, and for good.
     """
     if torch.get_num_threads() == 1:
         return work()
@@ -572,10 +577,10 @@ def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _thread(pid: int) -> ThreadPoolExecutor:
-    """By process, as a fork does not inherit threads."""
+    """One thread for each process, because forks do not inherit threads."""
     n_threads = torch.get_num_threads()
     thread = ThreadPoolExecutor(1, thread_name_prefix="samkv-one-thread")
-    thread.submit(torch.get_num_threads).result()  # its first operation would set the number
+    thread.submit(torch.get_num_threads).result()  # else its first operation would set the number
     thread.submit(torch.set_num_threads, 1).result()
     torch.set_num_threads(n_threads)  # for threads that start from now on
     return thread

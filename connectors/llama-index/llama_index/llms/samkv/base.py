@@ -64,13 +64,13 @@ if TYPE_CHECKING:
 
 _Wrapper = Annotated[str | PromptTemplate | None, BeforeValidator(to_wrapper)]
 _NEEDS_ENGINE = "needs_engine"
-"""Key of `to_dict` for an LLM on an engine that was given: a dictionary cannot hold one."""
+"""Key in `to_dict` of an LLM that was made on a given engine, which a dictionary cannot hold."""
 _T = TypeVar("_T")
 _Made = Callable[[CompletionResponse, ToolAnswer], _T]
 
 
 def _with_schema(name: str) -> Callable[..., Any]:
-    """LlamaIndex's method ``name``, whose answer keeps to the schema of its class."""
+    """LlamaIndex's method ``name``, but each answer conforms to the schema of its class."""
     method = getattr(FunctionCallingLLM, name)
 
     @wraps(method)
@@ -167,12 +167,12 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(given)
-        if isinstance(found.get("model"), str):  # what other LLMs call the name
+        if isinstance(found.get("model"), str):  # other LLMs have this name for model_name
             name = found.pop("model")
             if found.setdefault("model_name", name) != name:
                 raise InvalidOption(
                     Given("model", name),
-                    f" and model_name={found['model_name']!r} are the same thing; give one",
+                    f" and model_name={found['model_name']!r} are the same option; give one",
                 )
         return super()._arguments(found)
 
@@ -254,7 +254,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The arguments as a dictionary. kwargs: those of LlamaIndex.
 
-        Of an LLM that was given an engine it has ``needs_engine``, and `from_dict` needs one too.
+        For an LLM on a given engine it has ``needs_engine``, and `from_dict` needs an engine.
         """
         data: dict[str, Any] = super().to_dict(**kwargs)
         return data | ({_NEEDS_ENGINE: True} if self._needs_engine else {})
@@ -271,11 +271,11 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         data = dict(data)
         if data.pop(_NEEDS_ENGINE, False) and kwargs.get("engine") is None:
             raise InvalidOption(
-                "the LLM was made on an engine, which no dictionary can hold: another one might "
-                "look for other caches or answer otherwise; make that engine again and give it to "
+                "the LLM was made on an engine, which a dictionary cannot hold, and another engine "
+                "might use other caches or answer differently; make that engine again, give it to "
                 f"from_dict as engine=, or leave {_NEEDS_ENGINE!r} out of the dictionary"
             )
-        for live, names in MADE_BY.items():  # what loads it has no effect beside it
+        for live, names in MADE_BY.items():  # arguments for loading it have no effect
             if kwargs.get(live) is not None:
                 data = {name: value for name, value in data.items() if name not in names}
         llm: Self = super().from_dict(data, **kwargs)
@@ -431,7 +431,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         ]
         if not found and error_on_no_tool_call:
             raise InvalidOption(
-                f"the model called no tool, it answered {response.message.content!r}; use "
+                f"the model called no tool; it answered {response.message.content!r}; use "
                 "tool_required=True, or error_on_no_tool_call=False"
             )
         return found
@@ -493,7 +493,7 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
         self, stream: AnswerStream, given: Mapping[str, Any], made: _Made[_T],
         use: ToolUse | None = None,
     ) -> Generator[_T]:  # fmt: skip
-        """What ``made`` makes of the responses of a stream, and the parts of the answer so far."""
+        """The result of ``made`` for each response of a stream and the answer's parts so far."""
         shown = ShownText(use)
         with closing(stream):
             for piece in stream:

@@ -74,8 +74,8 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
         # reasoning of earlier answers is omitted, as chat templates do
         if not isinstance(block, TextBlock | ToolCallBlock | ThinkingBlock):
             raise InvalidOption(
-                f"a message holds a {type(block).__name__}; this model reads text only, leave it "
-                "out"
+                f"a message holds a {type(block).__name__}; it must hold text only; leave the "
+                "block out"
             )
     text = message.content or ""
     calls = (

@@ -21,7 +21,7 @@ class SamKVCacheTransform(WithEngine, TransformComponent):
     no cache. A second call computes nothing.
 
     Args:
-        llm, engine: what caches, one of the two.
+        llm, engine: the component that caches, one of the two.
         show_progress: whether to show a progress bar, on standard error. LlamaIndex's own
             ``show_progress`` of a pipeline or an index counts steps, and has no effect here.
 

@@ -46,7 +46,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     Args:
         chroma_collection: a collection of a synchronous client, without an embedding function.
-        llm, engine: what caches, one of the two.
+        llm, engine: the component that caches, one of the two.
         cache_existing: whether to cache the existing records, with a progress bar; else the log
             warns once of a collection without caches.
         show_progress: whether to show a progress bar, on standard error, while texts are cached.
@@ -104,15 +104,15 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         cache_existing: bool = False,
         show_progress: bool = False,
     ) -> None:
-        held = EngineRef.of(llm, engine)
-        link = ChromaLink(chroma_collection, held.engine)
+        reference = EngineRef.of(llm, engine)
+        link = ChromaLink(chroma_collection, reference.engine)
         link.adopt(cache_existing=cache_existing)
         super().__init__(
             chroma_collection=chroma_collection, collection_name=chroma_collection.name,
             persist_dir=persist_dir, host=host, port=port, ssl=ssl,
         )  # fmt: skip
         self.show_progress = show_progress
-        self._engine = held
+        self._engine = reference
         self._link = link
 
     @classmethod
@@ -131,13 +131,13 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         persist_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> SamKVChromaVectorStore:
-        """A store on a collection that is made if there is none.
+        """A store on a collection, which is created if it does not exist.
 
         persist_dir: folder of the database; or host, port, ssl, headers: those of a Chroma server.
         kwargs: llm, engine, cache_existing and show_progress, as for the constructor.
 
         Raises:
-            InvalidOption: not exactly one of the two is given, or Chroma refuses.
+            InvalidOption: neither or both of folder and server are given, or Chroma raises.
         """
         if (persist_dir is None) == (host is None) or (host is None) != (port is None):
             raise InvalidOption("give either persist_dir, or host and port")
@@ -165,13 +165,13 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         """The link between records and caches: `sync`, `release`. InvalidOption after a pickle."""
         if self._link is None:
             raise InvalidOption(
-                "this vector store came out of a pickle, which holds no collection and no engine; "
+                "this vector store came out of a pickle, without its collection and engine; "
                 "make it again with a collection and llm=... or engine=..."
             )
         return self._link
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SamKVChromaVectorStore:
-        """A copy on the same collection and engine, of which there is one each."""
+        """A copy that shares the collection and the engine."""
         return self.model_copy()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _metadata(node: BaseNode) -> dict[str, Any]:
         fields = node_to_metadata_dict(node, remove_text=True, flat_metadata=True)
     except ValueError as error:
         raise InvalidOption(f"node {node.node_id!r} cannot be stored: {error}") from error
-    # Chroma would leave out what is None, and a filter could not ask for it.
+    # Chroma would omit fields that are None, and filters could not find them.
     return {name: "" if value is None else value for name, value in fields.items()}
 
 
@@ -295,7 +295,7 @@ def _where(filters: MetadataFilters | None) -> dict[str, Any] | None:
     try:
         where: dict[str, Any] = _to_chroma_filter(filters)
     except ValueError as error:
-        raise InvalidOption(f"filters cannot be put to Chroma: {error}") from error
+        raise InvalidOption(f"Chroma cannot use these filters: {error}") from error
     return where or None
 
 
