@@ -326,7 +326,7 @@ class Chunks:
                     if not is_same_model():
                         raise StoreError(
                             "the model changed while chunks were being cached, so the last batch "
-                            "was not stored; cache the chunks again when the model no longer changes"
+                            "was not stored; cache the chunks again once the model stays the same"
                         )
                     for n_tokens in written:  # of the previous batch
                         on_written(n_tokens)

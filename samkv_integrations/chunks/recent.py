@@ -42,8 +42,8 @@ class ReleasedCaches:
     """Caches whose records were deleted within the last minute, in memory. Thread-safe.
 
     Indexers delete the chunks of a source and add most of them again (LangChain's ``index`` with a
-    batch that is smaller than a source). Only a text that is added again finds its cache here, never
-    a prompt.
+    batch that is smaller than a source). Only a text that is added again finds its cache here, no
+    prompt does.
     """
 
     def __init__(self) -> None:
