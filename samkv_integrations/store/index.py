@@ -1,8 +1,8 @@
 """The index of a store: which chunks there are, their sizes, use, texts and token ids.
 
 The chunk files are the truth, and a cache is read without the index. The index is derived from the
-files, and rebuilt if it is missing or damaged. Data that the files lack is then lost: texts of evicted
-caches, the budget, the agreed block size, and counts of hits.
+files, and rebuilt if it is missing or damaged. Data that the files lack is then lost: texts of
+evicted caches, the budget, the agreed block size, and counts of hits.
 """
 
 from __future__ import annotations

@@ -138,12 +138,12 @@ def test_stop_ids_end_it_when_it_is_complete_and_not_before() -> None:
         ({"const": "\ud800"}, "give a simpler schema"),
         (
             {"type": "string", "pattern": "^" + "a?" * 48_900 + "$"},
-            "97804 characters.*may have 2000",
+            "97804 characters.*at most 2000",
         ),
-        ({"const": {"description": "ab c" * 24_000}}, "may have 2000"),
-        ({"enum": ["a", "b" * 2_000]}, "may have 2000"),
-        ({"type": "object", "required": ["b" * 2_001]}, "may have 2000"),
-        ({"type": "object", "properties": {"b" * 2_001: {}}}, "may have 2000"),
+        ({"const": {"description": "ab c" * 24_000}}, "at most 2000"),
+        ({"enum": ["a", "b" * 2_000]}, "at most 2000"),
+        ({"type": "object", "required": ["b" * 2_001]}, "at most 2000"),
+        ({"type": "object", "properties": {"b" * 2_001: {}}}, "at most 2000"),
         ({"type": "integer", "multipleOf": 9_999_991}, "multipleOf must be at most 100000"),
         (
             {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9.967}], "type": "number"},
