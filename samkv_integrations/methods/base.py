@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from samkv_integrations.prompt.layout import Layout, Mask
 
 Positions = Literal["global", "local"]
-"""Positions of cached keys: those of the prompt, or those that the chunk was computed at."""
+"""Positions of cached keys: in the prompt, or where the chunk was computed."""
 
 NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 """What a part may need of a chunk besides its KV entries."""

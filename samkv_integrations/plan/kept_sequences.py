@@ -4,7 +4,7 @@ The KV entries of a prompt and its answer are found by their token ids. A follow
 the whole earlier prompt, goes on from all of them. Any other prompt that begins alike takes only
 entries that do not depend on an earlier question: those before the first chunk.
 
-Nothing goes to disk. One engine has one index, so entries cross no namespace.
+Kept sequences are never written to disk. Each engine has its own, so no namespace sees another's.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
     """Decide, for each token, whether to compute it, load it, or take it from a kept sequence.
 
     A follow-up goes on from the kept sequence of its conversation, chunks and answers included, and
-    blends the chunks after that. Any other prompt blends its chunks behind exact entries of its
+    blends the chunks after that. Any other prompt blends its chunks after exact entries of its
     first tokens, and full prefill goes on from exact entries alone. Whether the prompt is blended
     does not depend on what others have asked.
 

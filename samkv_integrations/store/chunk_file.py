@@ -278,7 +278,7 @@ def open_regular(path: Path, *, follows_links: bool = False) -> FileIO:
 
 
 def _identity(file: FileIO) -> tuple[int, int, int, int]:
-    """Device, inode, size and time of the last change: whoever changes a file changes one."""
+    """Device, inode, size and time of the last change: each change of a file changes one."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 

@@ -92,7 +92,7 @@ def written(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file atomically, in place of what is there."""
+    """Write a small file atomically; replaces an earlier one."""
     with written(path, [data]) as temporary:
         os.replace(temporary, path)
 
