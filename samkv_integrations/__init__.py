@@ -53,7 +53,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the module of a name when it is asked for: ``samkv --help`` need not wait for it."""
+    """Import a name's module on first use, so that ``samkv --help`` does not wait for it."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

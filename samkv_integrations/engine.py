@@ -48,7 +48,7 @@ from samkv_integrations.store.indexed import IndexedStore
 from samkv_integrations.store.memory import MemoryStore
 
 KEPT_SHARE = 8
-"""Kept sequences take so small a share of the memory that is available when an engine is made."""
+"""By default, kept sequences take one part in so many of the memory available at the start."""
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
             one.
         options: see `EngineOptions`.
 
-    listeners: are called at the end of each answer, see `Listener`; add your own.
+    listeners: functions that are called at the end of each answer, see `Listener`; append your own.
 
     Threads and tasks may share an engine. Their answers are decoded together, see `Scheduler`.
     """
@@ -228,8 +228,8 @@ class Engine:
     def expect(self, texts: Sequence[str]) -> None:
         """Search prompts for these chunks first, even if they are not stored.
 
-        Chunks in the store are found anyway. One without a usable cache counts as a miss, which
-        the answer's ``on_miss`` decides on.
+        Chunks in the store are found anyway. A chunk without a usable cache counts as a miss; the
+        answer's ``on_miss`` says what happens then.
         """
         self._reader.expect(self.chunks.refer(texts))
 
@@ -264,7 +264,7 @@ class Engine:
         return self._reader.render(prompt)
 
     def found_in(self, prompt: Prompt) -> list[str]:
-        """The texts of the chunks in a prompt, those of handles too, in order, each once."""
+        """The texts of the chunks in a prompt, in order and each once; handles included."""
         found: dict[str, None] = {}
         for chunk in self._reader.read(prompt, None, self.chunks.fingerprint)[1]:
             text = chunk.text
@@ -277,7 +277,7 @@ class Engine:
         return list(found)
 
     def count_tokens(self, prompt: Prompt, *, most: int | None = None) -> int:
-        """Tokens of a prompt, or of a part of one. A handle counts as many as its chunk.
+        """Tokens of a prompt, or of a part of one. A handle counts as its chunk's.
 
         most: raises PromptTooLong if there are more; None for no limit.
         """
@@ -372,14 +372,14 @@ class Engine:
         """Logits of the answer's first token, and after each token of ``follow``.
 
         Returns (1 + len(follow), vocabulary) float32 on the CPU: a tensor of torch with
-        transformers. The other arguments and the errors
-        are those of `generate`. Chunks without a cache are computed as text.
+        transformers. The other arguments and the errors are those of `generate`. Chunks without a
+        cache are computed as text.
         """
         n_known = self.model.n_vocabulary
         if unknown := [token for token in follow if not 0 <= token < n_known]:
             raise InvalidOption(
-                f"follow holds {unknown[0]}, which is no token; {self.model.name!r} has {n_known}, "
-                "counted from 0"
+                f"follow holds {unknown[0]}; each item must be a token id of {self.model.name!r}, "
+                f"0 to {n_known - 1}"
             )
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 
@@ -396,8 +396,8 @@ class Engine:
     ) -> Resolved:  # fmt: skip
         """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
-        Arguments and errors are those of `generate`. Nothing is computed: with ``compute``, too, a
-        missed chunk is text.
+        Arguments and errors are those of `generate`. Nothing is computed: a missed chunk is text,
+        even if ``on_miss`` is ``compute``.
         """
         settings = settings or AnswerSettings.of(on_miss="text")
         resolved = self._read(prompt, chunks, settings)
@@ -434,7 +434,7 @@ class Engine:
     ) -> Request:  # fmt: skip
         """The request that `first_token` answers.
 
-        capacity: tokens of the answer at most; None for those of the settings. began: when the
+        capacity: most tokens of the answer; None for the limit of the settings. began: when the
         caller asked, for its timeout (`time.perf_counter`); None for now. owner: who asks.
         """
         times = Times(began=time.perf_counter() if began is None else began)
@@ -448,7 +448,7 @@ class Engine:
             )
         how = HowToAnswer(
             method=method,
-            # full prefill leaves out the rule that is the method's own
+            # full prefill does not use the method's own rule
             eviction=method.eviction if given is None else rule, whole_eviction=rule,
             costs=self.costs if method.else_way else None, settings=settings,
             capacity=settings.sampling.max_new_tokens if capacity is None else capacity,
@@ -477,7 +477,7 @@ class Engine:
 
 
 def kept_budget(model: Runtime, prefix_bytes: int | str | None) -> int:
-    """Memory for kept sequences that an engine's option ``prefix_bytes`` stands for."""
+    """Bytes of kept sequences that the engine's option ``prefix_bytes`` allows."""
     if prefix_bytes is None:
         return model.free_bytes() // KEPT_SHARE
     return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)

@@ -1,8 +1,8 @@
 """Every error a user can meet, in one small hierarchy.
 
 A message names the value that was wrong, what is allowed, and the next step, so that it can be
-shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only. An
-error is also the builtin kind that a caller of any other library would catch.
+shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only. Each
+class also derives from the builtin exception that a caller of any other library would catch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """A value in a message: its beginning, if it is long; ``...`` as it is."""
+    """The text of a value in a message, cut after `MOST_SHOWN` characters."""
     if value is ...:
         return "..."
     try:
@@ -49,7 +49,7 @@ class SamkvError(Exception):
         return self.told(str)
 
     def told(self, write: Callable[[Given], str]) -> str:
-        """The message of a front end that writes options in its own way."""
+        """The message, in which ``write`` gives the text of each option and its value."""
         return "".join(write(part) if isinstance(part, Given) else str(part) for part in self.args)
 
     @property
@@ -72,7 +72,7 @@ class PromptTooLong(SamkvError, ValueError):
 
 
 class InvalidChunk(SamkvError, ValueError):
-    """A text that cannot be cached: empty, longer than the context window, or beyond store_bits."""
+    """A text is empty, is longer than the context window, or has entries beyond ``store_bits``."""
 
 
 class HandleError(SamkvError, ValueError):
@@ -80,13 +80,13 @@ class HandleError(SamkvError, ValueError):
 
 
 class ChunkNotCached(SamkvError, LookupError):
-    """A chunk of the prompt has no usable cache, and the caller asked for an error then."""
+    """A chunk of the prompt has no usable cache, and the caller asked for an error in that case."""
 
     @classmethod
     def of(
         cls, what: str, remedy: str = "ingest it again", why: CacheMiss | None = None
     ) -> ChunkNotCached:
-        """An error about ``what``; remedy: what makes a cache of it again."""
+        """An error about the chunk ``what``. remedy: the step that makes its cache again."""
         reason = f" ({why})" if why else ""
         return cls(
             f"{what} has no usable cache{reason}; {remedy}, or use ", Given("on_miss", "text"),
@@ -99,7 +99,7 @@ class StoreError(SamkvError):
 
 
 class FingerprintMismatch(StoreError):
-    """The store holds caches of another model, dtype or layout only."""
+    """The store holds caches, but only those of another model, dtype or layout."""
 
 
 class CacheMiss(SamkvError):
@@ -127,7 +127,7 @@ class UnknownOption(SamkvError, ValueError):
 
     @classmethod
     def among(cls, kind: str, value: object, known: Iterable[str]) -> UnknownOption:
-        """An error that lists the known names of ``kind``, and names the one that was meant."""
+        """An error that lists the known names of ``kind``, and suggests the most similar one."""
         names = sorted(known)
         hint = meant(value, names)
         error = cls(f"unknown {kind} {shown(value)}; known: {', '.join(names)}{hint}")
@@ -136,7 +136,7 @@ class UnknownOption(SamkvError, ValueError):
 
     @property
     def option(self) -> str | None:
-        """The option whose value is unknown, such as ``method``; None if it is a name itself."""
+        """The option whose value is unknown, such as ``method``; None if a name is unknown."""
         return self.kind if self.kind.isidentifier() else None
 
 
@@ -176,14 +176,14 @@ class MissingExtra(SamkvError, ImportError):
 
 
 class AnswerCut(SamkvError):
-    """An answer that was to keep to a schema reached its most tokens before it was complete."""
+    """An answer with a JSON schema reached its limit of tokens before its JSON was complete."""
 
 
 class TimedOut(SamkvError, TimeoutError):
     """An answer took longer than the caller had asked for."""
 
     def __init__(self, *parts: object) -> None:
-        Exception.__init__(self, *parts)  # OSError would take parts for a number and a file
+        Exception.__init__(self, *parts)  # OSError would read an error number and a text
 
 
 class ClusterError(SamkvError):
@@ -191,7 +191,7 @@ class ClusterError(SamkvError):
 
 
 class Overloaded(SamkvError):
-    """More answers wait than the scheduler takes on."""
+    """Too many answers wait in the queue, or too many JSON schemas are being read."""
 
 
 class OutOfMemory(SamkvError, MemoryError):
@@ -199,7 +199,7 @@ class OutOfMemory(SamkvError, MemoryError):
 
     @classmethod
     def on(cls, device: object) -> OutOfMemory:
-        """An error that says what takes less of the device's memory."""
+        """An error that names the device, and the options that lower its use of memory."""
         return cls(
             f"{device} has no memory left for this answer; retrieve fewer chunks, lower hot_bytes, "
             "or decode fewer answers at a time (max_batch, max_kv_bytes)"

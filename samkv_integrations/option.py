@@ -1,7 +1,7 @@
 """How an option is declared, what its values may be, and how they are checked.
 
-`samkv_integrations.options` has the declarations. This module imports none of ours but the errors,
-so that any other may use its types and checks.
+`samkv_integrations.options` has the declarations. Of this package the module imports the errors
+only, so that every other module may use its types and checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ForwardRef, Literal, get_type_hints
 from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 
 STORE_BITS = (4, 8, 16)
-"""Bits of a stored number; 16 stands for the model's own dtype, also if that is float32."""
+"""Bits of a stored number; 16 stands for the model's own dtype, even if that is float32."""
 DEFAULT_STORE_BITS = 4
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,7 +26,7 @@ OnMiss = Literal["text", "compute", "error"]
 PrefixPolicy = Literal["auto", "documents", "bos", "none"]
 
 Check = Callable[[str, Any], object]
-"""Raises InvalidOption or UnknownOption if an option of this name must not have this value."""
+"""Takes an option's name and value; raises InvalidOption or UnknownOption for a wrong value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class Option:
 
     description: one sentence, the help of its flag. more: further sentences, for the reference and
         the fields of LLMs.
-    default: the value of an option that is not given. unset: what None stands for; empty if there
-        is no None.
-    check: of a value other than None; None for any value, where LLMs and the command line check the
-        type.
+    default: the value of an option that is not given. unset: the meaning of None; empty if it needs
+        no mention.
+    check: called with each value, except None where that is the default. None: every value is
+        allowed; LLMs and the command line still check the type.
     of_llms: whether the LLMs of LlamaIndex and LangChain have a field of this name; LlamaIndex's
-        have options of sampling in generate_kwargs.
+        take options of sampling in generate_kwargs.
     has_flag: whether commands that answer have a flag of this name. is_everyday: whether their help
-        shows it among the first.
+        shows it among the first flags.
     """
 
     description: str
@@ -56,7 +56,7 @@ class Option:
 
     @property
     def text(self) -> str:
-        """All sentences, with what None stands for."""
+        """All sentences, with the meaning of None."""
         unset = f"None: {self.unset}." if self.unset else ""
         return " ".join(filter(None, (self.description, self.more, unset)))
 
@@ -98,7 +98,7 @@ def complete(group: type, given: Mapping[str, Any], kind: str) -> dict[str, Any]
 
 
 def among(*allowed: object) -> Check:
-    """The check of a value that is one of a few."""
+    """The check of a value that must be one of a few."""
 
     def check(name: str, value: object) -> None:
         if not any(type(value) is type(each) and value == each for each in allowed):
@@ -108,7 +108,7 @@ def among(*allowed: object) -> Check:
 
 
 def number(must_be: str, allows: Callable[[Any], bool], *, is_whole: bool = False) -> Check:
-    """The check of a number; allows: false for a NaN. must_be: what is allowed, in words."""
+    """The check of a number. must_be: what is allowed, in words. allows: must be false for NaN."""
 
     def check(name: str, value: Any) -> None:  # noqa: ANN401
         if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
@@ -121,7 +121,7 @@ def number(must_be: str, allows: Callable[[Any], bool], *, is_whole: bool = Fals
 
 
 def check_dtype(name: str, dtype: object) -> None:
-    """Raises InvalidOption for a dtype that no model is loaded in."""
+    """Raises InvalidOption unless ``dtype`` is one of `DTYPES`, or torch's of that name."""
     InvalidOption.unless_among(name, str(dtype).removeprefix("torch."), DTYPES)
 
 
@@ -132,7 +132,7 @@ def check_text(name: str, text: object) -> None:
 
 
 def check_stop(name: str, stop: object) -> None:
-    """Raises InvalidOption unless ``stop`` is a list of strings; an empty one would end all."""
+    """Raises InvalidOption unless ``stop`` is a list of strings, none of them empty."""
     is_list = isinstance(stop, Collection) and not isinstance(stop, str)
     for text in stop if is_list else ("",):  # type: ignore[attr-defined]  # a Collection
         if not isinstance(text, str) or not text:
@@ -140,17 +140,17 @@ def check_stop(name: str, stop: object) -> None:
 
 
 def check_timeout(name: str, timeout: Any) -> None:  # noqa: ANN401
-    """Raises InvalidOption unless ``timeout`` is a number of seconds that one could wait."""
+    """Raises InvalidOption unless ``timeout`` is above 0 and at most `TIMEOUT_MAX` seconds."""
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (is_number and 0 < timeout <= TIMEOUT_MAX):
         raise InvalidOption(
             Given(name, timeout), f"; it must be above 0 and at most {TIMEOUT_MAX:.0f} seconds, or "
-            "None for no end",
+            "None for no limit",
         )  # fmt: skip
 
 
 def check_size(name: str, size: Any) -> None:  # noqa: ANN401
-    """Raises InvalidOption unless ``size`` is a number of bytes, 0 included, or their text."""
+    """Raises InvalidOption unless ``size`` is 0, or a size as in `bytes_of`."""
     if size not in (0, "0"):
         bytes_of(name, size)
 
@@ -161,7 +161,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE
 def bytes_of(name: str, size: int | str) -> int:
     """The bytes of a size: a whole number, or a text such as ``500MB``, ``1.5 GiB`` or ``4096``.
 
-    name: of the option, for InvalidOption, which is raised for anything else.
+    name: the name of the option. Raises InvalidOption for anything else.
     """
     n_bytes: float | None = size if type(size) is int else None
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
@@ -170,6 +170,7 @@ def bytes_of(name: str, size: int | str) -> int:
         n_bytes = float(found[1]) * (1024 if found[3] else 1000) ** power
     if n_bytes is None or not 1 <= n_bytes < 2**63:  # SQLite's largest integer
         raise InvalidOption(
-            Given(name, size), "; give a number of bytes, 1 to 2^63 - 1, or a size such as 20GB"
+            Given(name, size),
+            "; it must be a number of bytes, 1 to 2^63 - 1, or a size such as 20GB",
         )
     return int(n_bytes)

@@ -1,9 +1,9 @@
 """Every option of a model, a store, an engine and an answer, declared once.
 
 A declaration is a row of a TypedDict: a name, a type, and an `Option`
-(`samkv_integrations.option`). Of the rows are made: the
-keyword arguments of `Engine` and of its answers, their checks and defaults, the fields of LLMs and
-of the server's requests (`samkv_integrations.frameworks.fields`), the flags of the command line
+(`samkv_integrations.option`). These rows define the keyword arguments of `Engine` and of its
+answers, their checks and defaults, the fields of LLMs and of the server's requests
+(`samkv_integrations.frameworks.fields`), the flags of the command line
 (`samkv_integrations.cli.arguments`), and the tables of the API reference (``docs/fields.py``).
 """
 
@@ -186,10 +186,10 @@ class EngineOptions(TypedDict, total=False):
     prefix: Annotated[
         PrefixPolicy,
         Option(
-            description="What a chunk is prefilled after: 'documents' (BOS and two short made-up "
-            "documents), 'bos' or 'none'; 'auto' is 'documents'.",
-            more="After 'bos' the chunk that stands first in a prompt is exact; after documents "
-            "all others are nearer to full prefill.",
+            description="The tokens that precede a chunk while it is computed: 'documents' (BOS "
+            "and two short made-up documents), 'bos' or 'none'; 'auto' is 'documents'.",
+            more="With 'bos', a chunk at the beginning of a prompt is exact. With 'documents', no "
+            "chunk is exact, but all later chunks are closer to full prefill.",
             default="auto", check=among(*get_args(PrefixPolicy)), of_llms=False,
         ),
     ]  # fmt: skip
@@ -197,7 +197,8 @@ class EngineOptions(TypedDict, total=False):
         str,
         Option(
             description="Text in place of the documents, such as the system prompt that begins "
-            "every request: the first chunk after it is exact.",
+            "every request.",
+            more="A chunk that directly follows it is exact.",
             default="", check=check_text, of_llms=False,
         ),
     ]  # fmt: skip
@@ -218,7 +219,7 @@ class EngineOptions(TypedDict, total=False):
             description="Memory for chunk caches that were read and verified lately, a number of "
             "bytes or a size such as '2GB'; 0 for none.",
             more="The next question reads no file for them. On a GPU it is the GPU's memory, and "
-            "as much pinned memory of the host behind it. For stores on disk.",
+            "as much pinned memory of the host. Only stores on disk have hot chunks.",
             default=None, unset="0 on a CPU, on a GPU a tenth of the memory that is free",
             check=check_size, has_flag=True,
         ),
@@ -226,7 +227,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 SMALLEST = 1e-5
-"""The smallest number that logits may be divided by: none becomes infinite."""
+"""The smallest divisor of logits. With a smaller one they could become infinite."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -316,7 +317,7 @@ class AnswerOptions(SamplingOptions, total=False):
     stop: Annotated[
         Sequence[str],
         Option(
-            description="Strings that end the answer and are no part of it.", default=(),
+            description="Strings that end the answer; they are not part of it.", default=(),
             check=check_stop, of_llms=False,
         ),
     ]  # fmt: skip
@@ -349,7 +350,7 @@ class AnswerOptions(SamplingOptions, total=False):
         Option(
             description="For a chunk without a usable cache: 'compute' (compute it as a chunk and "
             "keep it), 'text' (compute it with the rest of the prompt, keep nothing) or 'error'.",
-            more="With 'auto' 'compute' does so only where that takes no longer than full prefill.",
+            more="With the method 'auto', 'compute' does so only where full prefill is not faster.",
             default="compute", check=among(*get_args(OnMiss)), has_flag=True,
         ),
     ]  # fmt: skip
@@ -404,9 +405,9 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """`AnswerOptions`, checked as far as they can be without a model, and complete.
+    """`AnswerOptions`, complete, and checked as far as possible without a model.
 
-    None is the engine's own.
+    None stands for the engine's own.
     """
 
     sampling: Sampling
@@ -438,5 +439,5 @@ class AnswerSettings:
         return cls(sampling=sampling, **given)
 
     def window_within(self, most: int) -> int:
-        """Most tokens of prompt and answer together; most: that the model can have."""
+        """Most tokens of prompt and answer together. most: the model's context window."""
         return min(self.context_window or most, most)

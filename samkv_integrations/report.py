@@ -21,43 +21,43 @@ class Stage:
 class Report:
     """Figures of one answer.
 
-    method, eviction: names; None without eviction. ran: what was done: the method's own name,
-        ``recompute`` if the whole prompt was computed, ``prefix`` if all but ``prefix_tokens``.
-    prompt_tokens: of the whole prompt. context_tokens: those in runs of at least 16 that are a
-        chunk's; all others are computed as text.
-    prefix_tokens: first tokens whose entries were in memory, from an earlier prompt or answer: of a
-        follow-up all that its conversation left, chunks and answers included; of any other prompt
-        those before its first chunk, or, with ``prefix`` and ``recompute``, exact ones in chunks
-        too.
+    method, eviction: names; None without eviction. ran: what the engine did: the method's own name,
+        ``recompute`` if it computed the whole prompt, ``prefix`` if all but the cached prefix.
+    prompt_tokens: of the whole prompt. context_tokens: the tokens of chunks, in runs of at least
+        16. All others are computed as text.
+    prefix_tokens: the cached prefix: first tokens whose entries were in memory, from an earlier
+        prompt or answer. A follow-up takes all that its conversation left, chunks and answers
+        included. Any other prompt takes the tokens before its first chunk; if ``ran`` is
+        ``prefix``, also exact tokens in chunks.
     kept_ratio: share of the context tokens that the answer attends to after its first token,
-        mean over layers and key-value heads; if an eviction drops nothing, those of one step.
+        mean over layers and key-value heads; in one step, if an eviction drops no entries.
     recompute_ratio: share of the context tokens that were computed, mean over layers. Chunks that
         are ``computed_now``, or have no usable cache, count as computed in full.
-    uncached_tokens: tokens outside chunks that were computed: all but those of ``prefix_tokens``.
-    exact_tokens: context tokens that were not computed and equal full prefill's: those among the
-        ``prefix_tokens`` that a full prefill computed, and those of a cache
-        right behind the prefix that it was computed behind.
+    uncached_tokens: computed tokens outside chunks: all that are not in the cached prefix.
+    exact_tokens: context tokens that were not computed, and whose entries equal full prefill's:
+        exact ones in the cached prefix, and those of chunks with an exact cache.
     found: chunks recognised in the prompt, with or without a cache; one that occurs twice counts
-        twice. Those that none of the next three counts were computed with the rest of the prompt.
-    reused: chunks that were answered, at least in part, from a cache that the store held before.
-    prefix_chunks: other chunks of which ``prefix_tokens`` hold a part or all.
+        twice. A chunk that the next three fields do not count was computed with the rest of the
+        prompt.
+    reused: chunks whose cache was in the store before, and was used at least in part.
+    prefix_chunks: other chunks that lie in the cached prefix, wholly or in part.
     computed_now: chunks that were computed as chunks for this prompt, and stored for later ones,
-        while it waited or by an announcement (`Engine.announce`). If full prefill was faster then,
-        the chunk was computed twice.
+        while it waited or by an announcement (`Engine.announce`). If full prefill was faster after
+        that, the chunk was computed twice.
     chunk_misses: reason -> chunks that had no usable cache when the prompt came.
     bytes_read: read from chunk caches, headers and scoring data included.
     kv_bytes: KV entries that the first token read, before any eviction; full_kv_bytes: those of
-        full prefill; decode_kv_bytes: those held at the end of the answer.
+        full prefill; decode_kv_bytes: those in memory at the end of the answer.
     stays: whether the entries of prompt and answer stay in memory, so that a follow-up computes its
-        new tokens only. They do not without room (``prefix_bytes``), with an eviction, and with a
-        method that selects blocks or weighs attention: what stays then is the prompt's beginning.
-    probe_s, select_s, load_s, blend_s: seconds of each stage, with those of other answers between
-        its layers (`Scheduler`). load_s is all reading (on a GPU, only
-        what is read before a pass: the rest overlaps with probe_s and blend_s). blend_s includes
+        new tokens only. With an eviction, or a method that selects blocks or has an attention of
+        its own, only the prompt's beginning stays; without room (``prefix_bytes``), no entries.
+    probe_s, select_s, load_s, blend_s: seconds of each stage, including other answers that ran
+        between its layers (`Scheduler`). load_s covers all reading; on a GPU only the reading
+        before a pass, because the rest overlaps with probe_s and blend_s. blend_s includes
         eviction.
     wait_s: from the end of reading the prompt until the model was free for it.
-    ttft_s: from the call to the first token, waiting and reading included. announce_s: before the
-        call, in announcements, for chunks of this prompt.
+    ttft_s: from the call to the first token, waiting and reading included. announce_s: seconds that
+        announcements of the prompt's chunks took, before the call.
     decode_tokens_per_s: tokens after the first, per second of the steps that computed them, which
         other answers may have shared; 0 with one token.
     tokens_per_step: tokens after the first, per step of the model: above 1 where drafted tokens
@@ -142,11 +142,11 @@ class Total:
 
     A field that `Report` has too is a sum, except for the ratios.
 
-    ran: what was done -> answers. kept_ratio, recompute_ratio: over the context tokens of all
-    answers; 1 and 0 without any. decode_s, decode_tokens_per_s: of the tokens after the first.
+    ran: `Report.ran` -> number of answers. kept_ratio, recompute_ratio: over the context tokens of
+    all answers; 1 and 0 without any. decode_s, decode_tokens_per_s: of the tokens after the first.
 
-    Seconds are sums: more than a clock showed if answers were computed at once, or waited for each
-    other. A chunk counts in each prompt that contains it.
+    Seconds are sums. They exceed the time on a clock if answers were computed together, or waited
+    for each other. A chunk counts in each prompt that contains it.
     """
 
     answers: int

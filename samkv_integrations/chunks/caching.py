@@ -117,7 +117,7 @@ class Chunks:
     def fingerprint(self) -> Fingerprint:
         """Identity of the caches that are written and accepted.
 
-        Until there is a chunk its block size is a guess: `agree` settles it.
+        Until the first chunk, its block size may be a guess, which `agree` settles.
         """
         with self._lock:
             if self._agreed is not None:
@@ -189,7 +189,7 @@ class Chunks:
 
     @property
     def room(self) -> int:
-        """Tokens of the longest chunk."""
+        """Most tokens of a chunk."""
         return self.model.context_window - len(self.prefix)
 
     def require_fit(self, chunks: Sequence[ChunkRef]) -> None:
@@ -205,8 +205,8 @@ class Chunks:
             if len(ref.token_ids) < MIN_RUN and not self._has_warned_of_short:
                 self._has_warned_of_short = True
                 _log.warning(
-                    "no prompt will use the cache of a chunk of %d tokens, as fewer than %d are "
-                    "computed with the prompt; make longer chunks. This is said once",
+                    "no prompt will use the cache of a chunk of %d tokens, because a prompt takes "
+                    "at least %d from a cache; make longer chunks. This is said once",
                     len(ref.token_ids), MIN_RUN,
                 )  # fmt: skip
 
@@ -264,9 +264,9 @@ class Chunks:
         return True
 
     def take_prepared(self, ref: ChunkRef) -> bool:
-        """Whether `cache` has just verified or written this chunk; asked once for each.
+        """Whether `cache` has just verified or written this chunk; True once for each.
 
-        It saves an indexing step from reading and verifying the cache again.
+        An indexing step that asks need not read and verify the cache again.
         """
         return self._prepared.take(ref.key) is not None
 
@@ -294,7 +294,7 @@ class Chunks:
         since: store none if something was deleted since, see `deletions`; None to store all.
         owner: who asks, see `Scheduler`.
 
-        The ``cached`` ones count as just used; one whose file is gone is computed, too.
+        The ``cached`` chunks count as just used. If the file of one is gone, it is computed, too.
 
         Raises:
             InvalidChunk: a chunk cannot be cached; the others are.
@@ -325,10 +325,10 @@ class Chunks:
                 for _, caches in self._passes(pending, fingerprint, run, failures):
                     if not is_same_model():
                         raise StoreError(
-                            "the model changed while chunks were being cached, and what it was "
-                            "computing is not kept; cache them again once it stays as it is"
+                            "the model changed while chunks were being cached, so the last batch "
+                            "was not stored; cache the chunks again once the model stays the same"
                         )
-                    for n_tokens in written:  # of the batch before, while this one was computed
+                    for n_tokens in written:  # of the previous batch
                         on_written(n_tokens)
                     written = writers.map(partial(keep, caches), range(len(caches)))
                 for n_tokens in written:
@@ -364,7 +364,7 @@ class Chunks:
     def compute_for(
         self, texts: Mapping[tuple[int, ...], str], since: int, pause: Pause
     ) -> dict[tuple[int, ...], StoredChunk]:
-        """Compute a prompt's missed chunks; returns their caches by token ids, held in memory.
+        """Compute a prompt's missed chunks; returns their caches by token ids, in memory.
 
         texts: of the chunks by their token ids. since: see `deletions`.
 
@@ -397,9 +397,9 @@ class Chunks:
     def deletions(self) -> int:
         """How often something was deleted from the store so far, by any process.
 
-        A question reads it before it begins, and gives it as ``since`` when it stores a cache: it
-        must not bring back a chunk that was deleted meanwhile. Without an answer from the store it
-        is -1, and nothing is stored. Memory of what others have deleted is freed, too.
+        A question reads it before it begins, and gives it as ``since`` when it stores a cache, so
+        that a chunk that was deleted meanwhile does not come back. If the store does not answer, it
+        is -1, and no cache is stored. Hot chunks that were deleted are freed, too.
         """
         with suppress(StoreError):
             found = self.store.deletions()
@@ -494,5 +494,5 @@ class Chunks:
 
     @property
     def rounds(self) -> bool:
-        """Whether entries out of a cache differ from those that were computed."""
+        """Whether stored entries are rounded, and so differ from computed ones."""
         return self._store_bits < 16

@@ -1,4 +1,4 @@
-"""The prefix that chunks are computed behind."""
+"""The prefix: the tokens after which chunks are computed."""
 
 from __future__ import annotations
 

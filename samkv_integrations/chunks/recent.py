@@ -13,14 +13,14 @@ MAX_RECENT = 2**16
 
 
 class RecentKeys:
-    """The latest `MAX_RECENT` keys of chunks, and the seconds that each took. Thread-safe."""
+    """The latest `MAX_RECENT` keys of chunks, each with its seconds of work. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: OrderedDict[str, float] = OrderedDict()
 
     def add(self, keys: Iterable[str], seconds: float = 0.0) -> None:
-        """Remember keys of what took ``seconds`` each."""
+        """Remember the keys of chunks that took ``seconds`` each."""
         with self._lock:
             for key in keys:
                 self._seconds[key] = seconds
@@ -35,7 +35,7 @@ class RecentKeys:
 
 
 RELEASED_S, RELEASED_BYTES = 60.0, 2**28
-"""Longest time, and most bytes, that `ReleasedCaches` holds."""
+"""Longest time for which `ReleasedCaches` keeps caches, and most bytes of them."""
 
 
 class ReleasedCaches:
@@ -53,15 +53,15 @@ class ReleasedCaches:
         self.n_cleared = 0
 
     def add(self, cache: ChunkCache, n_cleared: int) -> bool:
-        """Hold a cache for a minute at most, if there is room; returns whether there was.
+        """Keep a cache for at most a minute, if there is room; returns whether it is kept.
 
-        n_cleared: how often all were dropped, before the cache was read. Else it is not held.
+        n_cleared: the attribute before the cache was read. If it has changed, nothing is kept.
         """
         with self._lock:
             if n_cleared != self.n_cleared:
                 return False
-            held = [*self._caches.values(), cache]
-            if sum(each.shape.n_bytes for each in held) > RELEASED_BYTES:
+            kept = [*self._caches.values(), cache]
+            if sum(each.shape.n_bytes for each in kept) > RELEASED_BYTES:
                 return False
             self._caches[cache.key] = cache
             if self._timer is None:

@@ -6,7 +6,7 @@ tokens to compute again, none by default. `update` combines a recomputed entry w
 store nor the engine.
 
 Any runtime can run a method whose parts choose by token ids. Parts that choose by what a model
-computes are made of the classes in `samkv_integrations.runtimes.transformers.papers.base`.
+computes derive from the classes in `samkv_integrations.runtimes.transformers.papers.base`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from samkv_integrations.prompt.layout import Layout, Mask
 
 Positions = Literal["global", "local"]
-"""Positions of cached keys: those of the prompt, or those that the chunk was computed at."""
+"""Positions of cached keys: in the prompt, or where the chunk was computed."""
 
 NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 """What a part may need of a chunk besides its KV entries."""
@@ -57,9 +57,9 @@ class SelectAll(Select):
 class Recompute(ABC):
     """Chooses the context tokens to compute again, by token ids: the same ones at every layer.
 
-    uses_caches: whether any stored entry is ever used.
-    by_layer: whether it chooses by what the model computes, for each layer, so that `choose` cannot
-        tell.
+    uses_caches: whether it ever uses a stored entry.
+    by_layer: whether it chooses for each layer, by what the model computes. Then `choose` cannot
+        tell the tokens.
     """
 
     uses_caches: ClassVar[bool] = True
@@ -78,11 +78,11 @@ class Recompute(ABC):
         """(Tctx,) bool; a token is ignored at layers that do not keep its block. Pure."""
 
     def choose_again(self, layout: Layout, given: Mask) -> Mask:
-        """(Tctx,) bool: tokens of chunks in memory that a follow-up computes again. Pure.
+        """(Tctx,) bool: tokens of the cached prefix that a follow-up recomputes. Pure.
 
-        For its answer alone: what is in memory stays as it is. layout: with the chunks that are in
-        memory; its question is what is new. given: (Tctx,) bool, tokens that were not taken from a
-        chunk cache.
+        They are recomputed for its answer only; the entries in memory do not change. layout: the
+        chunks of the cached prefix, with the new tokens as its question. given: (Tctx,) bool,
+        tokens whose entries did not come from a chunk cache.
         """
         return np.zeros_like(given)
 
@@ -109,8 +109,8 @@ class Method:
     attend: the method's own attention, see ``ContextAttention`` of the transformers runtime; None
         for the model's.
     eviction: rule for the tokens after the first, unless a call gives one; None to keep all.
-    else_way: for a method that computes the whole prompt where that is estimated to be faster: what
-        a report calls it where it is not. Empty for a method that never asks which is faster.
+    else_way: of a method that computes the whole prompt where that is estimated to be faster: its
+        name in reports of answers that use caches. Empty for a method that does not compare.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Method:
 
     @property
     def is_by_tokens(self) -> bool:
-        """Whether any runtime can run it: it needs token ids, and nothing that the model computes.
+        """Whether any runtime can run it: it needs token ids only, and no result of the model.
 
         It keeps every block, recomputes the same tokens at every layer, and has neither an update
         nor an attention of its own, nor keys at other positions than those of the prompt.

@@ -1,7 +1,7 @@
 """Estimates of what a pass costs, to decide whether full prefill is faster.
 
-Few tokens of a small model are mostly overhead, and cached entries have to be read, so full prefill
-may be faster than reuse. A runtime has the figures of its models, measured or assumed.
+With a small model a pass over few tokens is mostly overhead, and cached entries have to be read, so
+full prefill may be faster than reuse. A runtime has the figures of its models, measured or assumed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CostModel:
 
     layer_s: constant. token_s: for each computed token. pair_s: for each pair of a computed token
     and one that it attends to. entry_s: for each cached context token, de-quantising included.
-    read_s: for reading and verifying it, of all layers divided by their number.
+    read_s: for reading and verifying it in all layers, divided by their number.
     """
 
     layer_s: float
@@ -64,10 +64,10 @@ class CostModel:
 
 
 def is_whole(method: Method, costs: CostModel | None, layout: Layout, n_held: int = 0) -> bool:
-    """Whether a method computes all that is not in memory, as full prefill does.
+    """Whether a method computes all tokens after the cached prefix, as full prefill does.
 
-    costs: None if the method does not ask which is faster. layout: of the prompt, with the chunks
-    behind the first ``n_held`` tokens, which are in memory.
+    costs: None if the method does not compare. layout: of the prompt, with the chunks after the
+    cached prefix, its first ``n_held`` tokens.
     """
     if not layout.n_context:
         return True

@@ -19,7 +19,7 @@ class EpicRecompute(Recompute):
     """The first tokens of each chunk, at every layer (section 4.2, LegoLink).
 
     A chunk that was computed alone has its own attention sink at its beginning. Recomputed, its
-    first tokens see the chunks before them and are no sink any more.
+    first tokens attend to the chunks before them and stop being a sink.
 
     first: first tokens of each chunk to recompute (the paper shows 1 to 64, mostly 16).
 

@@ -63,8 +63,8 @@ class Eviction(ABC):
         if tokens is not None and not (type(tokens) is int and tokens >= self.min_tokens):
             raise InvalidOption(
                 Given("budget_tokens", tokens),
-                f" of {self.name!r}; with its other options it keeps at least {self.min_tokens} "
-                f"entries, give a whole number from {self.min_tokens} on",
+                f" of {self.name!r}; it must be a whole number from {self.min_tokens} on, as the "
+                "rule with its other options always keeps that many entries",
             )
 
     @property
@@ -74,9 +74,9 @@ class Eviction(ABC):
 
     @property
     def n_queries(self) -> int | None:
-        """How many of the prompt's last entries it needs the queries of; None for all.
+        """Number of the prompt's last tokens whose queries the rule needs; None for all.
 
-        All others may be taken from memory.
+        The entries of all other tokens may come from memory.
         """
         return 0
 
@@ -117,8 +117,8 @@ def get_eviction(name: str | Eviction | None) -> Eviction | None:
     if isinstance(name, Eviction):
         if not (hasattr(name, "keeper") or hasattr(name, "chooser")):
             raise InvalidOption(
-                f"eviction {name.name!r} is a {type(name).__name__}, which says neither what it "
-                "drops nor what a step attends to; subclass DroppingEviction or SparseEviction, of "
+                f"eviction {name.name!r} is a {type(name).__name__}; it must have a keeper, or a "
+                "chooser: subclass DroppingEviction or SparseEviction, of "
                 f"{_RULES}.base"
             )
         return name

@@ -1,7 +1,7 @@
-"""The default: recomputes first tokens of chunks, and what shares rare tokens with the question.
+"""The default: recomputes first tokens of chunks, and segments like the question.
 
-Ours. From EPIC (arXiv 2410.15332): the first tokens of a chunk are recomputed. What the question
-names is found as BM25 would, without a pass of the model.
+Ours. From EPIC (arXiv 2410.15332): the first tokens of a chunk are recomputed. Segments that share
+rare tokens with the question are found as by BM25, without a pass of the model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def matching_segments(layout: Layout, size: int, most: int, given: Mask) -> Mask
     """(Tctx,) bool: segments of chunks that share rare tokens with the question. Ours, after BM25.
 
     Segments have ``size`` tokens. The best ones are taken while they have at most ``most`` tokens
-    together, without those in ``given`` ((Tctx,) bool). The score of a segment is the sum of
+    together; tokens in ``given`` ((Tctx,) bool) do not count. The score of a segment is the sum of
     log((n + 1) / (m + 0.5)) over the question's tokens in it, where n counts all segments and m
     those with the token, plus half of that sum over the question's tokens in its chunk. Of segments
     with equal scores the earlier one is taken.

@@ -17,9 +17,9 @@ class Table(Mapping[str, T], Generic[T]):
     kind: what the things are, in errors. of: their class. places: name -> ``module:ATTRIBUTE`` of
     our own. group: of the entry points by which other distributions add more; empty for none.
 
-    Looking a name up raises KeyError if there is no such thing, and MissingExtra if one of ours
-    needs a module that is not installed. It raises InvalidOption if another distribution's cannot
-    be loaded, or has the name of one of ours; so does listing the names in that case.
+    Looking a name up raises KeyError if it is unknown, MissingExtra if ours needs a module that is
+    not installed, and InvalidOption if that of another distribution cannot be loaded. If two
+    distributions use the same name, looking up and listing names raise InvalidOption.
     """
 
     def __init__(self, kind: str, of: type, places: Mapping[str, str], *, group: str = "") -> None:
@@ -33,7 +33,7 @@ class Table(Mapping[str, T], Generic[T]):
                 point = EntryPoint(name=name, value=place, group=self._group)
                 try:
                     self._loaded[name] = point.load()
-                except ModuleNotFoundError as error:  # one that an extra brings
+                except ModuleNotFoundError as error:  # a module that an extra installs
                     raise MissingExtra.of(error.name or place, "transformers") from error
             else:
                 self._loaded[name] = self._load(self._others()[name])

@@ -1,4 +1,4 @@
-"""The report of a first token: what the plan and the pass come to."""
+"""The report of a first token, from the plan and the result of the pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from samkv_integrations.runtimes.base import Begun
 
 
 def describe(request: Request, plan: Plan, begun: Begun) -> Report:
-    """The report after a prompt's pass. What comes later, such as ``ttft_s``, is still 0."""
+    """The report after a prompt pass. Later figures, such as ``ttft_s``, are still 0."""
     model, resolved, work = request.model, request.resolved, plan.work
     layout, chunks, n_held = work.layout, resolved.chunks, work.held.n_tokens
     spent: defaultdict[str, float] = defaultdict(float)

@@ -4,7 +4,7 @@ The KV entries of a prompt and its answer are found by their token ids. A follow
 the whole earlier prompt, goes on from all of them. Any other prompt that begins alike takes only
 entries that do not depend on an earlier question: those before the first chunk.
 
-Nothing goes to disk. One engine has one index, so entries cross no namespace.
+Kept sequences are never written to disk. Each engine has its own, so no namespace sees another's.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class KeptSequence(Generic[Entries]):
     token_ids: (P,).
     n_exact: first tokens whose entries equal full prefill's.
     from_cache: (P,) bool, tokens whose entries came from a chunk cache.
-    prompts: of each prompt of the conversation, from its first new chunk to the end of what was
-        asked. Entries there depend on that question.
-    entries: as the engine holds them; n_bytes: their size.
-    turns: of each prompt, where its own tokens begin: behind the answer before.
+    prompts: for each prompt of the conversation, the positions from its first new chunk to the end
+        of its question. Entries there depend on that question.
+    entries: of the runtime. n_bytes: their size.
+    turns: for each prompt, the position where its own tokens begin, after the previous answer.
     """
 
     made_by: str
@@ -62,9 +62,9 @@ class KeptSequence(Generic[Entries]):
         return (
             n_common >= n_most
             and self.n_exact >= min(other.n_exact, n_common)
-            and all(each.stop <= n_common for each in other.prompts)  # and not others as long
+            and all(each.stop <= n_common for each in other.prompts)  # not just as long
             and self.prompts[: len(other.prompts)] == other.prompts
-            # what a later question changed, chunks computed again included, lies behind
+            # entries that a later question changed, recomputed ones included, come after `other`
             and all(each.start >= n_most for each in self.prompts[len(other.prompts) :])
             and (self.way == other.way or other.n_exact >= n_most)
         )
@@ -79,10 +79,11 @@ class KeptSequence(Generic[Entries]):
         return self.prompts[n_prompts - 1].stop if n_prompts else 0
 
     def turn_in(self, n_tokens: int, n_asked: int) -> int:
-        """Where the own tokens of a prompt begin that takes the first ``n_tokens`` of these.
+        """The position where a new prompt's own tokens begin.
 
-        Its question, up to ``n_asked``, may begin like that of another branch, or be the same. It
-        is all of it if no earlier prompt is contained: then it is a first one.
+        The prompt takes the first ``n_tokens`` of this sequence, and its question ends at
+        ``n_asked``. The question may begin like that of another branch, or equal it. Returns 0 if
+        the prompt contains no earlier one.
         """
         n_earlier = sum(of.stop <= n_tokens and of.stop < n_asked for of in self.prompts)
         return min((n_tokens, *self.turns[n_earlier:][:1])) if n_earlier else 0
@@ -106,7 +107,7 @@ class Wanted:
 
     token_ids: (T,) of the prompt. first_chunk: position of its first chunk, T without one.
     chunk_starts: positions of the runs of all its chunks, in order. n_asked: tokens up to the end
-    of what is asked: without a template's opening of the answer.
+    of the question, without a template's opening of the answer.
     made_by, way, deletion: see `KeptSequence`.
     """
 
@@ -127,9 +128,9 @@ def common(one: Ids, other: Ids) -> int:
 
 
 class KeptSequences(Generic[Entries]):
-    """The latest sequences; the least recently used make room. Thread-safe.
+    """The latest sequences; the least recently used are dropped first. Thread-safe.
 
-    max_bytes: of all together; 0 for none. most_within: the longest beginning of entries, of at
+    max_bytes: of all together; 0 to keep none. most_within: the longest beginning of entries, of at
     most so many tokens, that a prompt can go on from; by default any.
     """
 
@@ -176,7 +177,7 @@ class KeptSequences(Generic[Entries]):
                 n_tokens = min(n_tokens, len(wanted.token_ids) - 1)  # the last gives the logits
                 if (n_most := self._most_within(each.entries, n_tokens)) < n_tokens:
                     n_tokens, is_follow_up = n_most, each.n_prompts_in(n_most) > 0
-                # what others have asked takes no conversation's place, however much it shares
+                # a conversation's own sequence wins, even if that of another one shares more
                 is_own = is_follow_up and each.way == wanted.way
                 rank = (is_own, is_follow_up, n_tokens) if prefers_own else (False, False, n_tokens)
                 if n_tokens >= LEAST and rank >= best_rank:
@@ -188,9 +189,9 @@ class KeptSequences(Generic[Entries]):
         return best
 
     def keep(self, new: KeptSequence[Entries]) -> bool:
-        """Keep a sequence, in place of those that it covers; returns whether there was room.
+        """Keep a sequence, in place of those that it covers; returns whether it is kept.
 
-        One that began before a deletion is never found, and goes with the next `follow`.
+        If it began before a deletion, no prompt finds it, and the next `follow` drops it.
         """
         if not self.max_bytes or len(new.token_ids) < LEAST or new.deletion < 0:
             return False
@@ -201,8 +202,8 @@ class KeptSequences(Generic[Entries]):
                     self._has_warned = True
                     _log.warning(
                         "a prompt and its answer of %d tokens take %d bytes, more than "
-                        "prefix_bytes=%d, so they are not kept, and a next turn computes them "
-                        "again; give more. This is said once",
+                        "prefix_bytes=%d, so they are not kept, and the next turn computes them "
+                        "again; raise prefix_bytes. This is said once",
                         len(new.token_ids), new.n_bytes, self.max_bytes,
                     )  # fmt: skip
                 return False
@@ -221,7 +222,7 @@ class KeptSequences(Generic[Entries]):
         self._sequences = [each for each in self._sequences if each.entries is not entries]
 
     def follow(self, deletion: int) -> None:
-        """Drop what was made before a deletion. deletion: `Chunks.deletions` now, -1 if unknown."""
+        """Drop sequences older than a deletion. deletion: `Chunks.deletions` now, -1 if unknown."""
         with self._lock:
             if deletion >= 0:
                 self._sequences = [each for each in self._sequences if each.deletion == deletion]
@@ -237,14 +238,14 @@ def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int
     n_common = common(sequence.token_ids, wanted.token_ids)
     n_contained = n_common
     if sequence.way != wanted.way:
-        # The same prompt asked again is no follow-up of another method: it is how methods are
+        # The same prompt with another method is not a follow-up: that is how methods are
         # compared.
         n_common = min(n_common, sequence.n_exact)
         n_contained = min(n_common, wanted.n_asked - 1)
     prompts, n_prompts = sequence.prompts, sequence.n_prompts_in(n_contained)
-    if n_prompts < len(prompts):  # what was blended for a prompt that is not contained is not taken
+    if n_prompts < len(prompts):  # no entries that were blended for another prompt
         n_common = min(n_common, prompts[n_prompts].start)
-        if n_prompts:  # nor what was text there, and is a chunk of the prompt
+        if n_prompts:  # nor entries of text that is a chunk in this prompt
             n_before = max((prompts[n_prompts - 1].stop, *sequence.turns[n_prompts:][:1]))
             own = (start for start in wanted.chunk_starts if start >= n_before)
             n_common = min(n_common, next(own, n_common))

@@ -51,8 +51,8 @@ class Plan:
 
     missed: chunks to compute as chunks first; then make the plan again.
     work: for the runtime. source: the kept sequence that it goes on from.
-    is_full: whether all that is not in memory is computed, as full prefill does.
-    remains: what the pass leaves.
+    is_full: whether all tokens after the cached prefix are computed, as in full prefill.
+    remains: the sequence that the pass leaves.
     """
 
     missed: Missed
@@ -65,12 +65,12 @@ class Plan:
 def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool = True) -> Plan:
     """Decide, for each token, whether to compute it, load it, or take it from a kept sequence.
 
-    A follow-up goes on from what its conversation has left, chunks and answers included, and the
-    chunks behind that are blended. Any other prompt blends its chunks behind exact entries of its
+    A follow-up goes on from the kept sequence of its conversation, chunks and answers included, and
+    blends the chunks after that. Any other prompt blends its chunks after exact entries of its
     first tokens, and full prefill goes on from exact entries alone. Whether the prompt is blended
     does not depend on what others have asked.
 
-    found: what is in memory; the caches of the chunks behind it are open, see `Request.look_up`.
+    found: the cached prefix; the caches of the chunks after it are open, see `Request.look_up`.
     may_compute: whether missed chunks may be computed as chunks. ``auto`` leaves them to full
         prefill where that is faster, ``recompute`` always.
 
@@ -83,9 +83,9 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
     request.model.check(method, eviction)
     layout, caches, missed = _chunks_behind(request, n_held)
     is_follow_up = found.is_follow_up and n_held == found.n_tokens
-    # up to the end of what was asked before: how much more is in memory may depend on others
+    # to the end of the previous question: how much more is in memory may depend on others
     n_counted = found.sequence.n_asked_in(n_held) if is_follow_up and found.sequence else 0
-    if not may_compute or not _pays(request, layout, missed, n_counted):
+    if not may_compute or not _saves_time(request, layout, missed, n_counted):
         missed = {}
 
     is_full = is_whole(method, request.how.costs, layout, n_counted)
@@ -101,7 +101,7 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
 
     again = np.empty(0, np.int64)
     if is_follow_up and found.sequence is not None:
-        again = _computed_again(request, found.sequence, n_held)
+        again = _recomputed_in_prefix(request, found.sequence, n_held)
     is_complete = eviction is None and method.select.keeps_all and method.attend is None
     remains = _remains(
         request, layout, found.sequence, n_held, again, is_exact=is_exact, is_complete=is_complete
@@ -140,7 +140,7 @@ def _check_length(request: Request) -> None:
 
 
 def _chunks_behind(request: Request, n_held: int) -> tuple[Layout, list[StoredChunk], Missed]:
-    """The layout with the chunks behind the first tokens, their caches, and those without one."""
+    """The layout of the chunks after the cached prefix, their caches, and chunks without one."""
     parts, caches = list[ChunkPart](), list[StoredChunk]()
     missed: dict[tuple[int, ...], str] = {}
     for chunk in request.resolved.chunks:
@@ -156,8 +156,8 @@ def _chunks_behind(request: Request, n_held: int) -> tuple[Layout, list[StoredCh
     return Layout(request.resolved.token_ids, parts, request.chunks.prefix), caches, missed
 
 
-def _pays(request: Request, layout: Layout, missed: Missed, n_held: int) -> bool:
-    """Whether to compute missed chunks as chunks: not where full prefill would be faster."""
+def _saves_time(request: Request, layout: Layout, missed: Missed, n_held: int) -> bool:
+    """Whether to compute missed chunks as chunks: not if full prefill is estimated to be faster."""
     method, costs = request.how.method, request.how.costs
     if request.resolved.on_miss != "compute" or not method.recompute.uses_caches:
         return False
@@ -170,7 +170,7 @@ def _pays(request: Request, layout: Layout, missed: Missed, n_held: int) -> bool
 
 
 def _full_prefill(request: Request) -> Method:
-    """The request's method where it computes all that is not in memory."""
+    """The request's method as full prefill: it recomputes all tokens that are not exact."""
     # quantised entries are never exact, wherever their chunk stands
     recompute = RecomputeAll() if request.chunks.rounds else RecomputeInexact()
     return replace(
@@ -193,8 +193,8 @@ def _before_queries(n_tokens: int, layout: Layout, eviction: Eviction | None) ->
     return min(n_tokens, int(uncached[-n_queries]))
 
 
-def _computed_again(request: Request, source: Source, n_held: int) -> NDArray[np.int64]:
-    """Positions of tokens in memory that a follow-up's question needs computed again, in order."""
+def _recomputed_in_prefix(request: Request, source: Source, n_held: int) -> NDArray[np.int64]:
+    """Positions in the cached prefix that a follow-up recomputes, ascending."""
     resolved, scheme = request.resolved, request.chunks.fingerprint.scheme
     none = np.empty(0, np.int64)
     asked = range(source.turn_in(n_held, request.n_asked), request.n_asked)
@@ -219,9 +219,9 @@ def _remains(
     request: Request, layout: Layout, source: Source | None, n_held: int,
     again: NDArray[np.int64], *, is_exact: bool, is_complete: bool,
 ) -> Remains:  # fmt: skip
-    """What a pass leaves in memory.
+    """The sequence that a pass leaves in memory.
 
-    layout: with the chunks that are blended. source: has the first ``n_held`` tokens.
+    layout: with the chunks that are blended. source: its first ``n_held`` tokens are taken.
     is_exact: whether the pass computes what full prefill does, if it goes on from exact entries.
     """
     n_exact, prompts = 0, tuple[range, ...]()
@@ -241,6 +241,6 @@ def _remains(
         for chunk in request.resolved.chunks for run in chunk.runs if n_before < run.span.stop
     )  # fmt: skip
     own = range(min(next(begins, n_asked), n_asked), n_asked)
-    if len(again):  # all that is new depends on what this question has had computed again
+    if len(again):  # all new entries depend on the tokens that were recomputed for this question
         own = range(min(turns[-1], own.start), own.stop)
     return Remains(n_exact=n_exact, prompts=(*prompts, own), turns=turns, is_complete=is_complete)

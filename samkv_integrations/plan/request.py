@@ -1,4 +1,4 @@
-"""What is asked of the model for one prompt."""
+"""A request: one prompt, and how to answer it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from samkv_integrations.runtimes.base import FirstEntries, Runtime, TokenMask
 
 @dataclass(kw_only=True)
 class Times:
-    """When things happened, by `time.perf_counter`.
+    """Times of a request, by `time.perf_counter`.
 
     began, read: when the caller asked, and when the prompt had been read. announce_s: seconds that
     announcements took for chunks of the prompt.
@@ -62,9 +62,9 @@ class Request:
     """One prompt and how to answer it: read in the caller's thread, computed in the model's.
 
     chunks: identifies and computes chunk caches. resolved: the prompt's tokens, and the open caches
-    of its chunks. sequences: what earlier answers left; None to use and leave nothing. owner: who
+    of its chunks. sequences: kept sequences of the engine; None to use and keep none. owner: who
     asks, see `FairTurns`.
-    n_held: first tokens that were in memory when it was last looked up.
+    n_held: length of the cached prefix at the latest look-up.
     stages: those that have ended, in order; they do not overlap.
     """
 
@@ -103,9 +103,9 @@ class Request:
 
     @property
     def goes_on_in_chunks(self) -> bool:
-        """Whether it may take entries of chunks from memory, which it attends to like any others.
+        """Whether its cached prefix may contain chunks.
 
-        Not where tokens of chunks are selected, weighed or evicted.
+        Not if the method selects blocks or has an attention of its own, or entries are evicted.
         """
         method = self.how.method
         return self.how.eviction is None and method.select.keeps_all and method.attend is None
@@ -116,10 +116,10 @@ class Request:
         return self.sequences is not None and self.sequences.max_bytes > 0
 
     def beginning(self, *, is_exact: bool = False) -> Match[FirstEntries]:
-        """The first tokens that are in memory.
+        """The longest beginning of the prompt in memory.
 
-        is_exact: those whose entries equal full prefill's, as a method that uses no cache takes
-            them; else those that the method may go on from.
+        is_exact: only entries that equal full prefill's, as for a method that uses no cache; else
+            all that the method may go on from.
         """
         if self.sequences is None:
             return Match()
@@ -136,9 +136,9 @@ class Request:
         return self.sequences.go_on(wanted)
 
     def look_up(self) -> Match[FirstEntries]:
-        """What is in memory of the prompt; `n_held` of its first tokens are taken from there.
+        """The beginning of the prompt in memory; sets `n_held`, the length of the cached prefix.
 
-        The caches of the chunks behind these are opened, see `Resolved.open`.
+        The caches of the chunks after it are opened, see `Resolved.open`.
         """
         found = self.beginning()
         self.n_held = found.n_tokens
@@ -148,7 +148,7 @@ class Request:
         return found
 
     def keep(self, sequence: KeptSequence[FirstEntries]) -> bool:
-        """Keep what was computed, for later prompts; returns whether there was room."""
+        """Keep a sequence for later prompts; returns whether it is kept."""
         return self.sequences is not None and self._has_same_model and self.sequences.keep(sequence)
 
     @property
@@ -160,7 +160,7 @@ class Request:
             return False
 
     def drop(self, sequence: KeptSequence[FirstEntries]) -> None:
-        """Keep the entries of a sequence no longer."""
+        """Drop a kept sequence."""
         if self.sequences is not None:
             self.sequences.drop(sequence.entries)
 
@@ -174,8 +174,8 @@ class Request:
     def stage(self, name: str) -> Iterator[None]:
         """Record the block as a stage.
 
-        On a GPU it ends when its work is launched; the next stage that waits for the device
-        includes the rest.
+        On a GPU the stage ends when its work is launched; the rest counts in the next stage that
+        waits for the device.
         """
         began = time.perf_counter()
         try:

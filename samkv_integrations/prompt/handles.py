@@ -20,7 +20,7 @@ LIFETIME_S = 3600.0
 """Seconds for which a handle is valid."""
 
 MAX_ISSUED = 16_384
-"""Handles that are remembered; the oldest ones go first."""
+"""Handles that are remembered; the oldest are dropped first."""
 
 _HANDLE = re.compile(r"\[\[samkv:([0-9a-f]{32})\]\]")
 # The head or the tail of a cut handle, with enough digits to recognise it.
@@ -28,7 +28,7 @@ _PIECE = re.compile(r"\[\[samkv:([0-9a-f]{8,32})|([0-9a-f]{8,32})\]\]")
 
 
 def is_handle(text: str) -> bool:
-    """Whether ``text`` has the form of a handle, issued or not, and is nothing else."""
+    """Whether the whole of ``text`` has the form of a handle, issued or not."""
     return _HANDLE.fullmatch(text) is not None
 
 
@@ -80,9 +80,9 @@ class Handles:
             self._has_warned |= is_first
         if is_first:
             _log.warning(
-                "a handle stands in a prompt and is read as text: this engine has not issued it "
-                "within %d minutes. If a prompt builder put it there, have the documents retrieved "
-                "again, or prompt with their text; this is said once",
+                "a prompt contains a handle that this engine has not issued within the last %d "
+                "minutes; it is read as text. If a prompt builder put it there, retrieve the "
+                "documents again, or prompt with their text. This is said once",
                 LIFETIME_S // 60,
             )
         return spans
@@ -91,7 +91,7 @@ class Handles:
         """Raises HandleError for the handle of a deleted chunk, and for a piece of a handle."""
         with self._lock:
             names = set(self._issued)
-        # looked up by 8 digits first, as a prompt may hold many pieces
+        # 8 digits are compared first, because a prompt may hold many pieces
         heads, tails = {name[:8] for name in names}, {name[-8:] for name in names}
         for match in _PIECE.finditer(text):
             head, tail = match.groups("")

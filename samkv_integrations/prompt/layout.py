@@ -48,9 +48,9 @@ class PromptChunk:
 
     It has several runs if a template indents or quotes the chunk's lines. A chunk may occur twice.
 
-    index: which of the indexes has the chunk. key: the chunk's key in it; then that of its cache,
-    empty before the first look-up. token_ids: of the whole chunk. text: None if only the store
-    knows it. stored: its cache; None if there is no usable one.
+    index: number of the index that has the chunk. key: the chunk's key in that index, later that of
+    its cache; empty until the first look-up. token_ids: of the whole chunk. text: None if only the
+    store knows it. stored: its cache; None if there is no usable one.
     computed_now: whether the cache was computed for this prompt.
     """
 
@@ -78,9 +78,9 @@ class PromptChunk:
 def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[PromptChunk]:
     """The chunks in a prompt, in order.
 
-    Every run is maximal, and has at least `MIN_RUN` ids. Where two overlap, the one of an earlier
-    index wins, then the longer one; the rest of the other counts if it is long enough. Time grows
-    with the length of the prompt, not with the number of chunks.
+    Every run is maximal, and has at least `MIN_RUN` ids. Where two runs overlap, the run of the
+    earlier index wins, and within one index the longer run. The rest of the other run counts if it
+    is long enough. Time grows with the length of the prompt, not with the number of chunks.
     """
     prompt = np.asarray(ids, np.int32)
     owner = np.full(len(prompt), -1)  # of each id: the index that has taken it
@@ -100,7 +100,7 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[PromptC
     for run, number, key, ids_of_all in sorted(found, key=itemgetter(0)):
         last = chunks[-1] if chunks else None
         if last and (last.index, last.key) == (number, key) and last.runs[-1].stop <= run.start:
-            last.runs = (*last.runs, run)  # it goes on
+            last.runs = (*last.runs, run)  # the same chunk continues
         else:
             token_ids = tuple(ids_of_all.tolist())
             chunks.append(PromptChunk(index=number, key=key, token_ids=token_ids, runs=(run,)))
@@ -110,7 +110,7 @@ def find_runs(ids: Sequence[int], indexes: Sequence[ChunkIndex]) -> list[PromptC
 def _candidates(
     prompt: Ids, owner: NDArray[np.int64], index: ChunkIndex
 ) -> list[tuple[Run, str, Ids]]:
-    """Maximal runs, with key and ids of their chunk, which may overlap each other."""
+    """Maximal runs, which may overlap, each with the key and the ids of its chunk."""
     hashes, at = index.windows.pick(prompt)
     is_open = owner[at] < 0
     hashes, at = hashes[is_open], at[is_open]
@@ -193,8 +193,8 @@ class Layout:
     Args:
         token_ids: of the prompt.
         parts: of chunks, in order.
-        prefix: the tokens that chunks were computed behind, ``n_prefix`` of them.
-        question: its positions; None for all behind the last chunk.
+        prefix: the ``n_prefix`` tokens after which the chunks were computed.
+        question: its positions; None for all after the last chunk.
 
     token_ids: (T,) the prompt.
     uncached: (T,) bool, tokens that are always computed, among them the last one, which gives the
@@ -205,8 +205,8 @@ class Layout:
     block_lengths, block_chunk: (Nb,) tokens in each block, and the chunk it belongs to.
     block_in_chunk: (Nb,) index of each block within its chunk.
     is_anchor: (Nb,) bool, initial and local blocks.
-    exact: (C,) bool, chunks whose entries equal full prefill's: the prompt consists of the chunks'
-        prefix up to there.
+    exact: (C,) bool, chunks whose entries equal full prefill's, because exactly the prefix precedes
+        them in the prompt.
     question: (W,) positions of the question's tokens, the last token at least.
     chunk_lengths: (C,) tokens of each whole chunk.
     token_range, block_range: (C) the context tokens and the blocks of each chunk.
@@ -232,7 +232,7 @@ class Layout:
         self.chunk_of_token: Numbers = np.repeat(np.arange(self.n_chunks), n_of_chunk)
         self.chunk_lengths: Numbers = np.array([of.n_tokens for of, _ in cached], np.int64)
 
-        # blocks are numbered as if the prompt contained all of each chunk, then as it does
+        # numbered as if the prompt contained all blocks of each chunk, then without missing ones
         n_blocks = [blocks.n_blocks for blocks, _ in cached]
         first_block = np.array([0, *accumulate(n_blocks)], np.int64)
         size = cached[0][0].scheme.size if cached else 1
@@ -244,8 +244,8 @@ class Layout:
         n_begun = first_block.searchsorted(numbers, side="right")
         self.block_chunk: Numbers = np.asarray(n_begun, np.int64) - 1
         self.block_in_chunk: Numbers = numbers - first_block[self.block_chunk]
-        n_held = np.bincount(self.block_chunk, minlength=self.n_chunks)
-        self.block_range = _ranges(n_held.tolist())
+        n_blocks_of_chunk = np.bincount(self.block_chunk, minlength=self.n_chunks)
+        self.block_range = _ranges(n_blocks_of_chunk.tolist())
         is_anchor = [np.zeros(0, np.bool_), *(blocks.is_anchor for blocks, _ in cached)]
         self.is_anchor: Mask = np.concatenate(is_anchor)[numbers]
 

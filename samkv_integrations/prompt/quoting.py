@@ -67,10 +67,10 @@ class SpecialTokens:
     def rendered(self, contents: Any, render: Callable[[Any], str]) -> RenderedPrompt:  # noqa: ANN401
         """What ``render`` makes of ``contents``, whose strings hold no control tokens.
 
-        contents: strings in lists and mappings, nested or not. ``render`` is given them with a
-        character for private use in place of each name of a special token, as nobody could tell
-        later which names are the template's own. No template writes such a character otherwise,
-        except by its number in JSON.
+        contents: strings in lists and mappings, nested or not. Before ``render`` gets them, each
+        name of a special token is replaced by a private-use character, because names in the output
+        could not be told from the template's own. Templates write such a character as it is, or by
+        its number in JSON.
         """
         texts = "\uffff".join(_strings(contents))  # no name holds this noncharacter
         names = sorted({*self._names.findall(texts)})
@@ -96,8 +96,8 @@ class SpecialTokens:
     def stretches(self, prompt: RenderedPrompt) -> list[tuple[str, bool]]:
         """``prompt`` cut into (text, whether control tokens count in it), none of it empty.
 
-        What stands between the control tokens around a quoted name is one stretch, so that it is
-        tokenised as any text would be. A control token swallows the space beside it if the
+        What stands between the control tokens around a quoted name is one stretch, and is
+        tokenised as any other text. A control token swallows the space beside it if the
         tokenizer says so.
         """
         text, quoted = prompt.text, prompt.quoted
@@ -127,7 +127,7 @@ class SpecialTokens:
 
 
 def _strings(value: Any) -> Iterator[str]:  # noqa: ANN401
-    """The strings in lists and mappings, nested or not; those by which mappings are keyed too."""
+    """The strings in lists and mappings, nested or not; keys of mappings included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -138,7 +138,7 @@ def _strings(value: Any) -> Iterator[str]:  # noqa: ANN401
 
 
 def _replaced(value: Any, replace: Callable[[str], str]) -> Any:  # noqa: ANN401
-    """The same with other strings, in lists and dicts that are new."""
+    """A copy in new lists and dicts, with ``replace`` applied to each string."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, Mapping):

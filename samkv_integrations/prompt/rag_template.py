@@ -28,7 +28,7 @@ def check_texts(what: str, texts: Iterable[str]) -> list[str]:
     found = list(texts)
     for text in found:
         if not isinstance(text, str):
-            raise InvalidOption(f"{what} holds {text!r}, which is no text; give strings")
+            raise InvalidOption(f"{what} holds {text!r}; each item must be a string")
     return found
 
 

@@ -27,7 +27,7 @@ there are tools. Control tokens count in a string, and where the template writes
 they are text."""
 
 MAX_EXPECTED = 4096
-"""Announced chunks that are remembered; the oldest ones go first."""
+"""Announced chunks that are remembered; the oldest are dropped first."""
 
 
 class PromptReader:
@@ -35,7 +35,7 @@ class PromptReader:
 
     The prompt is tokenised once, as a whole, and its tokens are never changed: a cache is used for
     the token ids that prompt and chunk have in common, see `find_runs`. outage: logs a failure of
-    the store. Only announced chunks are found then.
+    the store, during which only announced chunks are found.
     """
 
     def __init__(self, model: ModelText, store: Store, outage: Outage) -> None:
@@ -107,11 +107,11 @@ class PromptReader:
         chunks: texts of chunks to look for; None for the announced ones and those of the store.
             Chunks of handles are always looked for.
         made_by: fingerprint of the chunks to find in the store.
-        window: the context window of an answer; None if there is none to give.
+        window: the context window of an answer; None if the prompt is not to be answered.
 
         Raises:
-            InvalidOption: it does not contain one of ``chunks``.
-            PromptTooLong: it has more tokens than the window.
+            InvalidOption: the prompt does not contain one of ``chunks``.
+            PromptTooLong: the prompt has more tokens than the window.
             HandleError: there is a window, and something cut a handle in two, or its chunk has been
                 deleted.
         """
@@ -124,19 +124,21 @@ class PromptReader:
         given = [] if chunks is None else bodies_of(chunks)
         if named := [*bodies, *given]:
             if "" in named:
-                raise InvalidOption("an empty chunk was given; chunks must hold text")
+                raise InvalidOption(
+                    "an empty chunk was given; chunks must hold text, so leave it out"
+                )
             index = MemoryIndex(self._secret)
             for body in named:
                 index.add(body, self._model.tokenize(body, special=False))
             indexes.append(index)
         if chunks is None:
             indexes.append(self._expected)
-        if isinstance(prompt, str):  # any other says itself which names of special tokens count
+        if isinstance(prompt, str):  # other prompts mark which names of special tokens count
             quoted = self._with_documents_quoted(rendered, indexes, of_store)
             ids = ids if quoted == rendered else self._model.tokenize_prompt(quoted)
         found = self._runs(ids, indexes, of_store)
         for chunk in found:
-            if chunk.index < len(indexes):  # whose keys are texts
+            if chunk.index < len(indexes):  # the keys of these indexes are texts
                 chunk.key, chunk.text = "", chunk.key
         texts = {chunk.text for chunk in found}
         for body in given:

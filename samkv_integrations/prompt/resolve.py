@@ -17,7 +17,7 @@ from samkv_integrations.prompt.layout import PromptChunk
 from samkv_integrations.store.base import ChunkReader, Outage, Store, StoredChunk
 from samkv_integrations.store.chunk import Fingerprint
 
-MAX_HELD = 32
+MAX_OPEN = 32
 """Files that one prompt keeps open while it waits for the model. Further caches are opened at each
 read, so that prompts with many chunks, and many waiting prompts, do not run out of file handles."""
 
@@ -26,7 +26,7 @@ read, so that prompts with many chunks, and many waiting prompts, do not run out
 class CacheSource:
     """Where the caches of a prompt's chunks come from.
 
-    reader: opens them, as ``fingerprint`` asks. outage: logs caches that the system cannot read.
+    reader: opens the caches of ``fingerprint``. outage: logs caches that the system cannot read.
     """
 
     store: Store
@@ -65,11 +65,11 @@ class Resolved(AbstractContextManager["Resolved"]):
     generation: int
     misses: Misses = field(default_factory=Misses)
     _found: dict[tuple[int, ...], StoredChunk | CacheMiss] = field(default_factory=dict)
-    _behind: int = 0  # what was opened last
+    _behind: int = 0  # the argument of the latest `open`
 
     @property
     def opened(self) -> list[StoredChunk]:
-        """The caches in the order of the chunks; one that stands in two places is there twice."""
+        """The caches in the order of the chunks; that of a chunk that occurs twice, twice."""
         return [chunk.stored for chunk in self.chunks if chunk.stored is not None]
 
     @property
@@ -109,11 +109,11 @@ class Resolved(AbstractContextManager["Resolved"]):
         for chunk in wanted:
             if chunk.token_ids not in keys:
                 keys[chunk.token_ids] = chunk.key or store.key(made_by, chunk.token_ids)
-        store.begin_to_fetch(list(keys.values()), made_by)  # all together, not one after another
+        store.begin_to_fetch(list(keys.values()), made_by)  # in parallel
         for token_ids, key in keys.items():
             try:
                 self._found[token_ids] = cache = self.source.reader.open(key, made_by, token_ids)
-                if len(self._found) > MAX_HELD:
+                if len(self._found) > MAX_OPEN:
                     cache.let_go()
             except CacheMiss as miss:
                 if miss.reason == "io":
@@ -126,7 +126,7 @@ class Resolved(AbstractContextManager["Resolved"]):
             if isinstance(found, CacheMiss):
                 if chunk.text is None or not chunk.is_whole:
                     # an announced text that the prompt holds in part may have been deleted or
-                    # changed since; the store knows which texts were not
+                    # changed since then; only the store knows whether it still exists
                     chunk.text = self._text_of(chunk.key)
                 self._count_miss(chunk.key, found)
             else:
@@ -157,7 +157,7 @@ class Resolved(AbstractContextManager["Resolved"]):
                 chunk.computed_now = chunk.runs[-1].span.stop > self._behind
 
     def lose(self, lost: StoredChunk, miss: CacheMiss) -> None:
-        """Turn a cache that failed while it was read into a miss, wherever its chunk occurs.
+        """Count a cache that failed while it was read as a miss, wherever its chunk occurs.
 
         A cache that was computed for this prompt is not computed again: the chunk's tokens are
         computed with the prompt.

@@ -16,9 +16,9 @@ _USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
 
 
 class ModelText(ABC):
-    """What a model reads and writes, as text.
+    """The text that a model reads and writes.
 
-    A subclass gives what its tokenizer does; everything that follows from it is here.
+    A subclass wraps a tokenizer; this class has all that follows from it.
 
     name: what a report calls the model.
     """
@@ -48,12 +48,12 @@ class ModelText(ABC):
     @property
     @abstractmethod
     def n_vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids, which begin at 0."""
 
     @property
     @abstractmethod
     def longest_token(self) -> int:
-        """Characters of the longest token, so that a text has at least a token for so many."""
+        """Characters of the longest token, which give a lower bound of a text's tokens."""
 
     @property
     @abstractmethod
@@ -72,12 +72,12 @@ class ModelText(ABC):
 
     @property
     def added_ids(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer adds before and after any text that no chat template wrote."""
+        """Token ids that the tokenizer adds before and after a text without a chat template."""
         return ([] if self.bos_id is None else [self.bos_id]), []
 
     @property
     def fast_tokenizer(self) -> Any | None:  # noqa: ANN401
-        """Its tokenizer as one of the library tokenizers, which splits texts faster; or None."""
+        """The tokenizer as an object of the library tokenizers, which is faster; None without."""
         return None
 
     # -- the chat template --------------------------------------------------------------------
@@ -110,9 +110,9 @@ class ModelText(ABC):
 
     @property
     def asks_in_chat(self) -> bool:
-        """Whether questions go through the chat template where nobody says so.
+        """Whether questions go through the chat template by default.
 
-        The built-in model reads plain prompts as well.
+        Not with the built-in model, which reads plain prompts as well.
         """
         return self.has_chat_template and self.name != "builtin"
 
@@ -143,8 +143,8 @@ class ModelText(ABC):
         for found in ids:
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < size:
                 raise InvalidOption(
-                    f"stop id {found!r} is no token of {self.name!r}, whose ids are 0 to "
-                    f"{size - 1}; tokenizer.convert_tokens_to_ids knows the id of a token"
+                    f"stop id {found!r}; it must be a token id of {self.name!r}, 0 to {size - 1}. "
+                    "tokenizer.convert_tokens_to_ids gives the id of a token"
                 )
         return self.eos_ids | frozenset(ids)
 
@@ -169,8 +169,8 @@ class ModelText(ABC):
                 "them out of the messages"
             )
 
-        def render(hidden: Any) -> str:  # noqa: ANN401
-            written, tools = hidden
+        def render(contents: Any) -> str:  # noqa: ANN401
+            written, tools = contents
             try:
                 return self.write_chat(written, tools)
             except Exception as error:
@@ -183,11 +183,11 @@ class ModelText(ABC):
 
     @cached_property
     def answer_opening(self) -> tuple[int, ...]:
-        """Last token ids of a chat prompt that a later prompt may not hold in their place.
+        """The last token ids of a chat prompt, which a later prompt of the chat may lack.
 
-        Behind the messages templates write an opening for the answer to begin, and leave empty
-        thoughts out of earlier turns. What they write before an earlier answer, too, is not part of
-        it, but for the last token, which may merge with the answer.
+        After the messages, a template writes an opening for the answer. Parts of it, such as empty
+        thoughts, it may leave out before the answers of earlier turns. What it writes before those,
+        too, does not count, except its last token, which may merge with the answer.
         """
         message = [{"role": "user", "content": "a"}]
         answered = [*message, {"role": "assistant", "content": "b"}]
@@ -211,7 +211,7 @@ class ModelText(ABC):
 class TextStream:
     """Turns tokens into pieces of text, up to a stop string, which is not part of the text.
 
-    Text that ends in half a character, or may be the beginning of a stop string, is held back.
+    Text is held back while it ends in half a character, or may begin a stop string.
     """
 
     def __init__(self, model: ModelText, stop: Sequence[str] = ()) -> None:
@@ -231,7 +231,7 @@ class TextStream:
                 self.stopped, end = True, min(end, at)
         if not self.stopped:
             end = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-            tail = text[self._sent : end]  # what was sent stays, however long a stop string is
+            tail = text[self._sent : end]  # after what was sent, which stays
             held_back = 0
             for stop in self._stop:
                 begun = min(len(stop) - 1, len(tail))

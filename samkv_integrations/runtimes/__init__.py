@@ -1,4 +1,4 @@
-"""What runs a model: `base` is the seam, and each package a runtime."""
+"""Runtimes run models: `base` is the seam, and each package here is a runtime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Other distributions add runtimes by entry points of the group ``samkv.runtimes``
 
 
 def require_runtime() -> None:
-    """Raises MissingExtra unless a runtime is installed; imports none, since that takes seconds."""
+    """Raises MissingExtra unless a runtime is installed. Imports none: that takes seconds."""
     MissingExtra.unless_installed("transformers", "torch", "transformers")
 
 

@@ -52,7 +52,7 @@ class ChunkLost(Exception):
 class FirstEntries(Protocol):
     """KV entries of a sequence's first tokens, as kept sequences hold them.
 
-    They are freed with the last reference, which may be dropped in any thread.
+    They are freed with the last reference to them, which any thread may drop.
     """
 
     @property
@@ -67,12 +67,11 @@ class FirstEntries(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a prompt takes from memory.
+    """The cached prefix of a prompt.
 
-    entries: of a kept sequence; None for nothing. n_tokens: how many of its first tokens.
-    again: positions (n,) of those that are computed again, for this answer alone, in order.
-    n_exact: first tokens whose entries equal full prefill's, those that this pass computes
-        included.
+    entries: of a kept sequence; None without one. n_tokens: length of the cached prefix.
+    again: (n,) positions in it that are recomputed, for this answer only; ascending.
+    n_exact: first tokens whose entries equal full prefill's after the pass, computed ones included.
     """
 
     entries: FirstEntries | None
@@ -83,10 +82,11 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Caches:
-    """The caches of a prompt's chunks, in the order of its layout, and of others.
+    """The caches of a prompt's chunks, and access to others.
 
-    fingerprint: of all. opened: of the chunks. reader: opens others; keys: the first n keys of the
-    store, for methods that need statistics of more chunks than the prompt has.
+    fingerprint: of all. opened: the caches of the chunks, in the order of the layout. reader: opens
+    others. keys: returns the first n keys of the store, for methods that need statistics of more
+    chunks than the prompt has.
     """
 
     fingerprint: Fingerprint
@@ -99,13 +99,13 @@ class Caches:
 class PromptPass:
     """The pass over a prompt: what is computed, loaded and taken from memory.
 
-    layout: of the prompt's tokens, and of the chunks behind those in memory. caches: of these.
-    method: chooses which tokens of chunks are computed again. eviction: which entries the answer's
-        later tokens attend to; None for all.
-    held: what is taken from memory.
+    layout: of all tokens, and of the chunks after the cached prefix. caches: of these chunks.
+    method: chooses the tokens of chunks to recompute. eviction: chooses the entries that the
+        answer's later tokens attend to; None for all.
+    held: the cached prefix.
     capacity: tokens that the answer may add. of_chunks: (T,) bool, tokens of chunks, cached or not.
-    keeps: whether the sequence's entries shall stay in memory, all of them; n_copied: else how many
-        first tokens' entries are copied for later prompts.
+    keeps: whether all entries of the sequence stay in memory for later prompts. n_copied: if not,
+        the number of first tokens whose entries are copied for them.
     """
 
     layout: Layout
@@ -120,7 +120,7 @@ class PromptPass:
 
 
 class Observer:
-    """What a runtime tells while it computes a prompt's pass."""
+    """Is told of the stages of a prompt pass, and of the pauses between its parts."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """A block that is a stage of the answer: ``load``, ``probe``, ``select``, ``blend``."""
@@ -133,9 +133,9 @@ class Observer:
 class TokenSequence(Protocol):
     """One answer that is decoded: the KV entries of its prompt and of its tokens so far.
 
-    n_tokens: position of the next token; it counts all tokens, although entries may lack.
-    prompt_bytes: bytes of the prompt's entries before any eviction. kv_bytes: those held now.
-    entries: what later prompts may go on from, growing with the answer; None if nothing is kept.
+    n_tokens: position of the next token; it counts all tokens, evicted ones included.
+    prompt_bytes: bytes of the prompt's entries before any eviction. kv_bytes: of all entries now.
+    entries: those that later prompts may go on from, which grow with the answer; None if none are.
     can_rewind: whether `rewind` can take tokens back.
     """
 
@@ -158,10 +158,10 @@ class TokenSequence(Protocol):
         """Take back the last ``n_tokens``."""
 
     def put_back(self) -> None:
-        """After the last step: restore the entries that this answer alone had computed again."""
+        """After the last step: restore the entries that were recomputed for this answer only."""
 
     def close(self) -> None:
-        """Free its entries, but for what its `entries` still hold; closing again does nothing."""
+        """Free its entries, except those in `entries`; closing again does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class Begun:
     sequence: for the tokens after the first. logits: of the first token.
     copied: entries of the first `PromptPass.n_copied` tokens; None for none.
     computed: (Tctx,) float, the share of layers that computed each context token of the layout.
-    is_read: (Tctx,) bool, tokens of blocks of which some layer reads stored entries.
+    is_read: (Tctx,) bool, tokens of blocks whose stored entries some layer reads.
     n_attended: of `PromptPass.of_chunks`, the tokens that the answer's next token attends to, mean
         over layers and key-value heads.
     """
@@ -192,15 +192,15 @@ class Sampler(Protocol):
         ...
 
     def next_if_sure(self, logits: Logits, tolerance: float) -> int | None:
-        """Like `next`; None, and nothing is chosen, where that depends on errors of the logits.
+        """Like `next`; None, without a choice, if errors of the logits could change the token.
 
-        tolerance: two logits that differ by no more may change places; 0 if all are exact.
+        tolerance: logits that differ by at most this may be in either order; 0 if all are exact.
         """
         ...
 
 
 class TokenMask(Protocol):
-    """Tells which tokens may come next, such as those that continue JSON of a schema."""
+    """Says which tokens may come next, such as those that continue the JSON of a schema."""
 
     def allowed(self, n_vocabulary: int, token_ids: Sequence[int]) -> NDArray[np.bool_]:
         """(n_vocabulary,) after the tokens of the answer so far."""
@@ -208,17 +208,17 @@ class TokenMask(Protocol):
 
 
 MOST_ROWS = 8
-"""Most tokens of one pass of decoding, where some are drafted."""
+"""Most tokens of one decoding pass that checks drafts."""
 
 
 @dataclass(frozen=True)
 class RowCosts:
-    """What a pass over several tokens costs, and whether it computes what one over each does.
+    """The time of a pass over several tokens, and the error of its logits.
 
-    relative: time of a pass over 1, 2, ... tokens, over that of one. One number where nothing may
-        be drafted.
-    tolerance: two logits that differ by no more may change places if tokens are computed together;
-        0 where each token gets the same bits.
+    relative: time of a pass over 1, 2, ... tokens, divided by that over one. One number if no token
+        may be drafted.
+    tolerance: two logits that differ by at most this may change their order if tokens are computed
+        together; 0 if each token gets the same bits.
     """
 
     relative: tuple[float, ...] = (1.0,)
@@ -229,7 +229,7 @@ class RowCosts:
 
 
 class Made(Protocol):
-    """Caches that were computed together; each may be put together when it is asked for."""
+    """Caches that were computed together; each may be assembled only on request."""
 
     def __len__(self) -> int: ...
 
@@ -252,17 +252,17 @@ class Runtime(ModelText):
 
     @property
     def device_name(self) -> str:
-        """Where it runs, such as ``cpu`` or ``cuda:0``."""
+        """The device, such as ``cpu`` or ``cuda:0``."""
         return "cpu"
 
     @property
     def dtype_name(self) -> str:
-        """What it computes in."""
+        """The dtype of its computations."""
         return "float32"
 
     @property
     def weights(self) -> str:
-        """How its weights are kept."""
+        """How its weights are stored in memory."""
         return "unpacked"
 
     @property
@@ -296,13 +296,13 @@ class Runtime(ModelText):
     # -- chunks -------------------------------------------------------------------------------
 
     default_store_bits: int = DEFAULT_STORE_BITS
-    """Bits of a stored number where nobody says so."""
+    """Bits of a stored number if the engine's option ``store_bits`` is None."""
 
     @property
     def refuses_chunks(self) -> str | None:
         """Why no chunk can be cached with this model, and what works instead; None if chunks can.
 
-        `check` refuses methods that use caches then.
+        If it is not None, `check` refuses methods that use caches.
         """
         return None
 
@@ -329,18 +329,18 @@ class Runtime(ModelText):
         """The arrays in the cache of a chunk of so many tokens."""
 
     def reader(self, store: IngestStore, hot_bytes: int | str | None) -> ChunkReader:
-        """What opens the caches of a store; hot_bytes: memory for those that it may hold."""
+        """The reader that opens a store's caches. hot_bytes: memory for hot chunks."""
         return ChunkReader(store)
 
     def hot_budget(self, hot_bytes: int | str | None) -> int:
-        """Bytes of memory for caches that an engine's option ``hot_bytes`` stands for.
+        """Bytes of hot chunks that the engine's option ``hot_bytes`` allows.
 
-        Raises InvalidOption for no size, and for more than there is.
+        Raises InvalidOption if it is not a size, or exceeds the memory.
         """
         return 0
 
     def free(self) -> None:
-        """Free memory of what can be read or computed again."""
+        """Free what can be read or computed again, such as hot chunks."""
 
     # -- answers ------------------------------------------------------------------------------
 
@@ -370,20 +370,20 @@ class Runtime(ModelText):
     def decode(
         self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
     ) -> Sequence[Any]:
-        """One step: of each sequence the logits after each of its next tokens, in order.
+        """One step. Returns, for each sequence, the logits after each of its next tokens, in order.
 
-        Raises OutOfMemory. Sequences that `can_rewind` are then as they were before.
+        Raises OutOfMemory; sequences that `can_rewind` are then unchanged.
         """
 
     @abstractmethod
     def sampler(
         self, prompt_ids: Sequence[int], sampling: Sampling, mask: TokenMask | None
     ) -> Sampler:
-        """What chooses the tokens of an answer."""
+        """The sampler of one answer."""
 
     def mask_vocabulary(self, end_ids: frozenset[int]) -> Any:  # noqa: ANN401
         """The tokenizer as llguidance needs it, for answers that keep to a JSON schema."""
-        raise InvalidOption(f"json_schema: {self.name!r} cannot be held to a schema; leave it out")
+        raise InvalidOption(f"json_schema: {self.name!r} cannot follow a schema; leave it out")
 
     @property
     def decodes_exactly(self) -> bool:
@@ -395,7 +395,7 @@ class Runtime(ModelText):
         return RowCosts()
 
     def free_bytes(self) -> int:
-        """Memory that is available where the model is."""
+        """Bytes of free memory on the model's device."""
         return 2**31
 
     @property
@@ -408,7 +408,7 @@ class Runtime(ModelText):
         return np.stack(logits)
 
     def thread(self) -> AbstractContextManager[None]:
-        """The block in which the model's thread runs."""
+        """The context in which the model's thread runs."""
         return nullcontext()
 
     def n_threads(self) -> int:
@@ -416,7 +416,7 @@ class Runtime(ModelText):
         return 1
 
     def use_threads(self, n_threads: int) -> None:
-        """Use so many in this thread."""
+        """Let passes of the calling thread use so many threads."""
 
     # -- costs --------------------------------------------------------------------------------
 
@@ -430,7 +430,7 @@ class Runtime(ModelText):
         return CostModel(layer_s=3e-4, token_s=1e-5, pair_s=1e-9, entry_s=1e-7, read_s=1e-8)
 
     def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
-        """Costs on this machine."""
+        """Costs measured on this machine; takes some seconds."""
         return self.assumed_costs()
 
 
@@ -438,8 +438,8 @@ class Runtime(ModelText):
 class RuntimeKind:
     """A runtime by its name, in a module that imports nothing heavy.
 
-    extra: of this package, that brings it; empty for a runtime of another distribution.
-    load: makes a `Runtime` of a model's name and of options, those of the runtime.
+    extra: the extra of this package that installs it; empty for a runtime of another distribution.
+    load: makes a `Runtime` from a model's name and the runtime's options.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""One request answered by itself, in the model's thread: to look at it, not to serve it."""
+"""Answers one request alone, in the model's thread: for inspection, not for serving."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def force(request: Request, follow: Sequence[int]) -> tuple[Any, Report]:
     """Answer a request with the tokens ``follow``, whatever the model would choose.
 
     Returns logits (1 + n, vocabulary) float32 on the CPU, of the first token and after each of the
-    n given ones, and the first token's report. The request needs room for the tokens. Errors are
-    those of `first_token`.
+    n given ones, and the first token's report. The request needs room for the tokens. Raises as
+    `first_token` does.
     """
     first = first_token(request, Observer())
     if first.kept is not None and follow:
-        request.drop(first.kept)  # its tensors grow
+        request.drop(first.kept)  # its entries grow with the answer
     found = [first.logits]
     with closing(first.sequence):
         for token in follow:

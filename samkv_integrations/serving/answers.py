@@ -32,16 +32,16 @@ FinishReason = Literal["stop", "length"]
 
 
 class Abandoned(Exception):
-    """Nobody reads the answer any more; raised inside a pass to end it."""
+    """Raised inside a pass to end it, after the answer's reader has left."""
 
 
 class NothingCame(Exception):
-    """The time in which a reader waits for a piece is over."""
+    """No piece came within the time that a reader waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is final, empty in the first and the last piece, and the report up to there.
+    """A piece of final text, empty in the first and the last one, and the report so far.
 
     finish_reason: how the answer ended; None while it goes on.
     """
@@ -59,7 +59,7 @@ class Pieces:
     """
 
     def __init__(self) -> None:
-        # the last item has not come yet
+        # the last item is always the future of the next one
         self._items: deque[Future[Piece | BaseException]] = deque([Future()])
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class Pieces:
 
 
 class _PassObserver(Observer):
-    """Notes the stages of an answer's first pass, and ends it if its reader has left."""
+    """Records the stages of an answer's prompt pass, and ends it if the reader has left."""
 
     def __init__(self, answer: RunningAnswer, pause: Callable[[], None]) -> None:
         self._answer, self._pause = answer, pause
@@ -114,11 +114,11 @@ class RunningAnswer:
 
     The model's thread calls `begin`, `draft` and `advance`, and `fail` if one of them raises.
 
-    owner: who asks. n_computed: tokens that the first token's pass computes, about.
+    owner: who asks. n_computed: estimated number of tokens that the prompt pass computes.
     pieces: for the reader; the first one is empty and comes with the first token.
-    is_complete: the last piece has been put. is_abandoned: set by a reader that has left. sequence:
-    for the tokens after the first; None before it and at the end. token: the next input of the
-    model.
+    is_complete: whether the last piece has been put. is_abandoned: set by a reader that has left.
+    sequence: for the tokens after the first; None before it and at the end. token: the next input
+    of the model.
     """
 
     _report: Report  # of the first token
@@ -139,7 +139,7 @@ class RunningAnswer:
         self.sequence: TokenSequence | None = None
         self.token = self._n_tokens = self._n_steps = self._n_decoded = 0
         self._tokens: list[int] = []
-        self._is_unsure = False  # the last step computed several tokens, and none is certain
+        self._is_unsure = False  # the last step checked a draft, and no token was certain
         self._decode_s = 0.0
         self._text = TextStream(request.model, request.how.settings.stop)
 
@@ -178,7 +178,7 @@ class RunningAnswer:
         most = min(most, settings.draft, self.request.how.capacity - self._n_tokens - 1)
         self._costs = self.request.model.row_costs()
         if self._costs.tolerance and not settings.sampling.is_greedy:
-            return []  # a draw near a limit would depend on the last bits
+            return []  # sampling near a threshold would depend on rounding
         return self._lookup.draft(self._costs.relative, most)
 
     def advance(self, drafted: Sequence[int], logits: Sequence[Logits], seconds: float) -> None:
@@ -230,11 +230,11 @@ class RunningAnswer:
             self._put(text)
         if reason is not None:
             self.is_complete = True
-            self._keep()  # before its reader, who may ask again at once, sees the end
+            self._keep()  # before the reader sees the end, as it may ask again at once
             self._put("", reason)
 
     def _keep(self) -> None:
-        """Keep the entries of the answer behind those of the prompt, as far as computed."""
+        """Keep the entries of the prompt and of the answer's computed tokens for later prompts."""
         if self._kept is None or self.sequence is None:
             return
         request, prompt = self.request, self._kept
@@ -252,9 +252,9 @@ class RunningAnswer:
         self._report = replace(self._report, stays=request.keep(kept))
 
     def fail(self, error: BaseException) -> None:
-        """Pass ``error`` to the reader, after the pieces that are there."""
+        """Pass ``error`` to the reader, after the pieces that are already put."""
         self.is_complete = True
-        if self._kept is not None:  # its tensors have grown with the answer
+        if self._kept is not None:  # its entries have grown with the answer
             self.request.drop(self._kept)
             self._kept = None
         if self.sequence is not None:
@@ -262,7 +262,7 @@ class RunningAnswer:
         self.pieces.put(error)
 
     def release(self) -> None:
-        """Free its caches; nothing more is computed. What an abandoned answer computed is kept."""
+        """End the answer and free its entries; those of an abandoned answer are kept first."""
         self._keep()
         if self.sequence is None:
             self.request.resolved.close()

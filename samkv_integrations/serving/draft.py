@@ -1,7 +1,7 @@
 """Prompt lookup: drafts of the next tokens, copied from where the last ones occurred before.
 
 A RAG answer often repeats its documents (A. Saxena, Prompt Lookup Decoding, 2023). One pass of the
-model checks a draft, and what agrees is kept, so that the answer stays the same.
+model checks a draft, and only tokens that agree are taken, so that the answer stays the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PromptLookup:
         return self._ids[at : at + best]
 
     def _find(self) -> tuple[int, int] | None:
-        """The length of the longest n-gram that occurred before, and the place after it."""
+        """The length of the longest n-gram that occurred before, and the index after it."""
         for size in _NGRAMS:
             if (at := self._after.get(tuple(self._ids[-size:]))) is not None:
                 return size, at

@@ -10,13 +10,13 @@ from samkv_integrations.serving.answers import RunningAnswer
 from samkv_integrations.serving.turns import Call, Job, Limits, Turns, is_read
 
 CALL_TOKENS = 1024
-"""Tokens that a call is taken to compute: about a batch of chunks."""
+"""Tokens that a call is assumed to compute: about a batch of chunks."""
 
 
 class FairTurns(Turns):
     """The owner that has used the least model time comes first.
 
-    No owner begins an answer beyond half of the places of a batch, and an owner with more answers
+    No owner begins an answer beyond half of the places in a batch, and an owner with more answers
     than places alternates between them. Answers of one owner begin in the order in which they came.
     Between two parts of a pass a waiting prompt may run first, if its owner has used less model
     time and it needs at most half as many tokens.
@@ -28,7 +28,9 @@ class FairTurns(Turns):
         super().__init__(limits)
         self._clock = 0.0
         self._used: dict[str, float] = {}
-        self._owed: dict[str, float] = {}  # seconds that an owner's calls are ahead of its answers
+        self._owed: dict[
+            str, float
+        ] = {}  # seconds of an owner's calls that its answers have not had
 
     def batch(self, running: Sequence[RunningAnswer]) -> list[RunningAnswer]:
         """The first answer of each owner, then the second of each, up to ``max_batch``."""
@@ -44,8 +46,8 @@ class FairTurns(Turns):
     ) -> Job | None:
         """The first job of the owner that has used the least time.
 
-        An owner that has used more than one with running answers waits for those. A full batch
-        takes one more answer of an owner that has at least two places fewer than another.
+        An owner waits while an owner of running answers has used less. A full batch takes one more
+        answer of an owner that has at least two answers fewer in it than another.
         """
         batch, begun, has_room = self.batch(running), [*running], True
         if isinstance(paused, RunningAnswer):

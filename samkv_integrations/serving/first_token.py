@@ -30,8 +30,8 @@ class FirstToken:
     """The result of the prompt's pass.
 
     logits: of the first token. sequence: for the tokens after it. layout: of the prompt.
-    report: figures that later stages add, such as ``ttft_s``, are still 0. kept: the prompt's
-    entries in memory, which those of the answer may follow; None if they cannot.
+    report: figures that later stages add, such as ``ttft_s``, are still 0. kept: the sequence
+    of the prompt, which is kept with the answer at its end; None if it is not.
     """
 
     logits: Logits
@@ -42,14 +42,14 @@ class FirstToken:
 
 
 def first_token(request: Request, observer: Observer) -> FirstToken:
-    """The first token of an answer. To be called in the model's thread.
+    """Compute a prompt's pass, for the first token. To be called in the model's thread.
 
-    A cache that fails while it is read becomes a miss, and the request starts again without it. A
-    device that runs out of memory frees hot chunks and kept sequences, and the request starts once
-    more.
+    If a cache fails while it is read, it becomes a miss, and the request starts again without it.
+    If the device runs out of memory, hot chunks and kept sequences are freed, and the request
+    starts once more.
 
     Raises:
-        OutOfMemory: the device has no memory for it without them either.
+        OutOfMemory: even without these the device has no memory for it.
         PromptTooLong: prompt and answer exceed the context window.
         InvalidOption: the method cannot be used with the model, or chooses with a wrong shape.
         ChunkNotCached: a cache failed, and ``on_miss`` is ``error``.
@@ -64,7 +64,7 @@ def first_token(request: Request, observer: Observer) -> FirstToken:
             request.free_memory()
             if is_last:
                 raise
-            is_last = True  # the next try begins when the tensors of this one are free
+            is_last = True  # outside `except`, which would hold this try's tensors
 
 
 def _first_token(request: Request, observer: Observer) -> FirstToken:
@@ -90,9 +90,9 @@ def _first_token(request: Request, observer: Observer) -> FirstToken:
 
 
 def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntries] | None:
-    """Keep the prompt's entries for later prompts; None if they are not there, or have no room.
+    """Keep the prompt's entries for later prompts; None if some are missing, or there is no room.
 
-    Where some were computed again for this answer, the prompt is kept with the answer, at its end.
+    If some were recomputed for this answer, they are kept only with the answer, at its end.
     """
     work, remains, n_copied = plan.work, plan.remains, plan.work.n_copied
     kept = partial(
@@ -117,12 +117,12 @@ def _keep(request: Request, plan: Plan, begun: Begun) -> KeptSequence[FirstEntri
 
 
 def _from_cache(plan: Plan, begun: Begun) -> NDArray[np.bool_]:
-    """(T,) tokens whose entries came from a chunk cache, and may be computed again later."""
+    """(T,) bool, tokens whose entries came from a chunk cache; a follow-up may recompute them."""
     layout, n_held = plan.work.layout, plan.work.held.n_tokens
     from_cache = np.zeros(layout.n_tokens, np.bool_)
     if plan.source is not None:
         from_cache[:n_held] = plan.source.from_cache[:n_held]
-    # exact ones are not computed again for a later question either
+    # a later question does not recompute exact ones either
     is_given = (begun.computed == 1) | layout.exact[layout.chunk_of_token]
     from_cache[layout.context_positions] = ~is_given
     return from_cache

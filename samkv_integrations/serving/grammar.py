@@ -46,7 +46,7 @@ MOST_READING_S = 5
 more than a minute, and could not be ended."""
 
 MOST_READING_BYTES = 1 << 30
-"""Memory that it may take."""
+"""Bytes of memory that llguidance may take to read a schema."""
 
 _READ = f"""
 import os, sys
@@ -72,15 +72,15 @@ _places = BoundedSemaphore(4)
 
 @cache
 def _places_of(owner: str) -> BoundedSemaphore:
-    """Half of the places, as an owner who always reads must leave some to others."""
+    """An owner's places: half of all, so that one owner cannot take those of others."""
     return BoundedSemaphore(2)
 
 
-_VALUES = ("const", "enum", "default", "examples")  # what is in them is no schema
+_VALUES = ("const", "enum", "default", "examples")  # their values are not schemas
 
 
 def check_json_schema(schema: object) -> None:
-    """Raises InvalidOption if ``schema`` is no dict of JSON; whether it is a schema, see below."""
+    """Raises InvalidOption unless ``schema`` is a dict of JSON within the limits."""
     try:
         written = json.dumps(schema, allow_nan=False) if isinstance(schema, Mapping) else ""
     except (TypeError, ValueError, RecursionError):
@@ -93,20 +93,20 @@ def check_json_schema(schema: object) -> None:
         )
     if len(written) > MAX_SCHEMA_LENGTH:
         raise InvalidOption(
-            f"json_schema of {len(written)} characters; it may have {MAX_SCHEMA_LENGTH}, as larger "
-            "ones take too long to read"
+            f"json_schema has {len(written)} characters; it must have at most {MAX_SCHEMA_LENGTH}, "
+            "because larger ones take too long to read; give a simpler schema"
         )
     if len(literal := _longest_literal(schema)) > MAX_LITERAL_LENGTH:
         raise InvalidOption(
             "json_schema has a pattern, constant, value of an enumeration or name of "
-            f"{len(literal)} characters, {reprlib.repr(literal)}; it may have "
-            f"{MAX_LITERAL_LENGTH}; leave it out, and check that part when the answer is there"
+            f"{len(literal)} characters, {reprlib.repr(literal)}; it must have at "
+            f"most {MAX_LITERAL_LENGTH}; leave it out, and check that part of the answer yourself"
         )
     if _common_multiple(schema) > MAX_MULTIPLE:
         raise InvalidOption(
-            f"json_schema: the values of multipleOf have a common multiple of more than "
-            f"{MAX_MULTIPLE}, in units of their last decimal place; leave it out, and check that "
-            "part when the answer is there"
+            f"json_schema: the common multiple of all values of multipleOf must be at most "
+            f"{MAX_MULTIPLE}, in units of their last decimal place; leave it out, and check "
+            "that part of the answer yourself"
         )
 
 
@@ -122,7 +122,7 @@ class JsonConstraint:
     reader, owner, until: see `SchemaReader.check`.
 
     Raises:
-        InvalidOption: the schema is none, cannot be fulfilled, or asks for what cannot be decided
+        InvalidOption: the schema is not valid, cannot be fulfilled, or needs what cannot be decided
             token by token (``not``, ``uniqueItems``, ...).
         MissingExtra: llguidance is not installed.
         Overloaded, TimedOut: the schema was not read in time.
@@ -157,8 +157,8 @@ class JsonConstraint:
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise InvalidOption(
-                f"json_schema: {self._error}; change the schema, or check "
-                "that part of it when the answer is there"
+                f"json_schema: {self._error}; change the schema, or leave that "
+                "part out and check it in the answer yourself"
             )
         self._n_seen = 0
         self._forced: list[int] = []  # the next tokens, where the schema leaves no choice
@@ -177,12 +177,12 @@ class JsonConstraint:
         self._n_seen = len(token_ids)
         self._matcher.consume_tokens(taken)
         del self._forced[: len(taken)]
-        if not self._forced:  # found for a whole text at once, as it takes long for each token
+        if not self._forced:  # several tokens at once, because finding them one by one takes long
             self._forced = self._matcher.compute_ff_tokens()
         if self._forced:
             allowed = np.zeros(n_vocabulary, np.bool_)
             allowed[self._forced[0]] = True
-        else:  # a byte a token, 0 for ruled out
+        else:  # a byte for each token, 0 if it is ruled out
             bias = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
             allowed = bias[:n_vocabulary] > 0
         if self._matcher.is_error():
@@ -191,10 +191,10 @@ class JsonConstraint:
 
 
 class SchemaReader:
-    """Reads the schemas of one namespace in processes of their own: nothing else can be ended.
+    """Reads the schemas of one namespace, each in a process, because only a process can be ended.
 
-    It remembers the last ones. Each namespace has a reader, as the time that a schema takes would
-    tell who else has used it.
+    It remembers the latest ones. Each namespace has its own reader: a shared one would tell, by the
+    time that a schema takes, that another namespace has used it.
     """
 
     def __init__(self) -> None:
@@ -207,9 +207,9 @@ class SchemaReader:
         (`time.perf_counter`); None without one.
 
         Raises:
-            InvalidOption: it cannot.
+            InvalidOption: the grammar cannot be read within the limits.
             TimedOut: it was not read within the caller's timeout.
-            Overloaded: it was not read in time, as the machine has much else to do.
+            Overloaded: it was not read in time, because the machine is busy.
         """
         digest = sha256(grammar.encode()).digest()
         latest = time.perf_counter() + _MOST_WAITING_S
@@ -217,7 +217,7 @@ class SchemaReader:
         if (is_quick := self._is_quick.get(digest)) is None:
             try:
                 with _place(_places_of(owner), ends), _place(_places, ends):
-                    if (is_quick := self._is_quick.get(digest)) is None:  # or read meanwhile
+                    if (is_quick := self._is_quick.get(digest)) is None:  # else read meanwhile
                         is_quick = _is_read(grammar, ends)
             except subprocess.TimeoutExpired as error:
                 if ends == until:
@@ -226,8 +226,8 @@ class SchemaReader:
                         "schema"
                     ) from error
                 raise Overloaded(
-                    f"json_schema was not read within {_MOST_WAITING_S} s, as others are being "
-                    "read; ask again later"
+                    f"json_schema was not read within {_MOST_WAITING_S} s, because others are "
+                    "being read; ask again later"
                 ) from error
         self._is_quick.pop(digest, None)
         self._is_quick[digest] = is_quick
@@ -253,7 +253,7 @@ def _place(places: BoundedSemaphore, ends: float) -> Iterator[None]:
 
 
 def _is_read(grammar: str, ends: float) -> bool:
-    """Whether a process reads it within the limits.
+    """Whether a process reads the grammar within the limits.
 
     Raises TimeoutExpired at ``ends``, and Overloaded if something else has ended the process.
     """
@@ -271,7 +271,7 @@ def _is_read(grammar: str, ends: float) -> bool:
 
 
 def _objects(schema: object) -> Iterator[Mapping[Any, Any]]:
-    """All objects in the JSON of a schema, with itself."""
+    """All objects in the JSON of a schema, itself included."""
     left = [schema]
     while left:
         part = left.pop()
@@ -314,14 +314,14 @@ def _common_multiple(schema: object) -> int:
 def _closed(schema: Any) -> Any:  # noqa: ANN401
     """The schema, whose objects have no properties but those that it names, if it names any.
 
-    By the letter of JSON Schema they might have others, which whoever asked has no use for.
+    JSON Schema allows others by default, but the caller has no use for them.
     """
     if isinstance(schema, list):
         return [_closed(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     closed = {name: value if name in _VALUES else _closed(value) for name, value in schema.items()}
-    # parts of an allOf say together which there are
+    # the parts of an allOf name the properties together
     if isinstance(schema.get("properties"), Mapping) and "allOf" not in schema:
         closed.setdefault("additionalProperties", False)
     return closed

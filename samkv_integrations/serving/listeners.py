@@ -28,7 +28,7 @@ class AnswerEnded:
 
     model: its name. is_chat: whether the prompt was messages. settings: the options of the answer.
     began, ended: when it was asked for, and when it ended (`time.perf_counter`). report: the
-    figures up to there; None before the first token. stages: of the prompt, in order; they do not
+    figures up to its end; None before the first token. stages: of the prompt, in order; they do not
     overlap. finish_reason: ``stop`` or ``length`` of a complete answer, else None. error: what its
     reader gets, or got; None without one.
     """
@@ -45,12 +45,12 @@ class AnswerEnded:
 
 
 Listener = Callable[[AnswerEnded], None]
-"""Is called at the end of each answer, in the thread that ends it and in the context (contextvars)
-of whoever asked. It should be quick; what it raises is logged and does not affect the answer."""
+"""A function, called at the end of each answer, in the thread that ends it and in the context
+(contextvars) of the caller. It should be quick. Its errors are logged and affect no answer."""
 
 
 class Audience:
-    """The listeners of one answer, and what they are told of how it was asked for."""
+    """The listeners of one answer, with its model, its settings and the time of the call."""
 
     def __init__(
         self, listeners: Iterable[Listener], *, model: str, is_chat: bool,
@@ -82,7 +82,7 @@ class Audience:
 
 
 def log_answer(ended: AnswerEnded) -> None:
-    """A line of figures, at INFO, whose record has the report as ``samkv``."""
+    """Log a line of figures at INFO. Its record has the report as the attribute ``samkv``."""
     if ended.report is not None:
         _log.info("answered: %s", ended.report.line, extra={"samkv": ended.report})
 
@@ -107,7 +107,7 @@ def collect_reports() -> Iterator[Reports]:
         cost = reports.total  # .found, .reused, .ttft_s, ...
 
     An answer reports when it ends or is closed, to each of nested blocks. Read streamed answers
-    inside the block. What LangChain and LlamaIndex call in tasks and threads is covered; run a
+    inside the block. Tasks and threads of LangChain and LlamaIndex are covered; run a
     thread of your own with ``contextvars.copy_context().run``.
     """
     reports = Reports()

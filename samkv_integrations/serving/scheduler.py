@@ -22,10 +22,10 @@ from samkv_integrations.serving.turns import Call, Job, Limits, Turns
 _Made = TypeVar("_Made")
 
 PASS_SHARE = 4
-"""A pass takes so many times as long as the steps that interrupt it."""
+"""A pass gets so many times the model time of the steps that interrupt it."""
 
 LEAST_PART_S = 0.005
-"""Seconds of a pass between two interruptions, at least."""
+"""Least seconds of a pass between two interruptions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class Load:
 class Scheduler:
     """Runs a model on one thread, which several engines may share.
 
-    Between two decoding steps it does at most one job: the first token of the next answer, or a
-    call of `run`. On a CPU steps go on between the layers of its passes. An answer whose reader is
-    `AHEAD` pieces behind is paused, and its place goes to another one.
+    Between two decoding steps it runs at most one job: the first token of the next answer, or a
+    call of `run`. On a CPU, steps also run between the layers of the job's passes. An answer that
+    is `AHEAD` pieces ahead of its reader is paused, and another one takes its place in the batch.
 
     The thread starts with the first job, and ends with the scheduler. Thread-safe, and usable after
     a fork that happened while no other thread used it.
@@ -117,8 +117,8 @@ class Scheduler:
     def run(self, work: Callable[[Callable[[], None]], _Made], *, owner: str = "") -> _Made:
         """Run ``work`` in the model's thread; returns or raises what it does.
 
-        work: is given the function to call between two parts of its passes, in which other answers
-            go on. owner: whose model time it takes.
+        work: gets a function that it calls between two parts of its passes; other answers go on
+            meanwhile. owner: whose model time it takes.
         """
         thread = self._running_thread()
         if threading.current_thread() is thread.thread:
@@ -150,17 +150,17 @@ class Scheduler:
 
 @dataclass(kw_only=True)
 class _CurrentJob:
-    """The job in progress. seconds: charged to its owner, up to the time ``until``."""
+    """The job in progress. charged_s: model time charged to its owner, up to ``charged_at``."""
 
     job: Job
-    until: float
-    seconds: float = 0.0
+    charged_at: float
+    charged_s: float = 0.0
 
 
 class _ModelThread:
-    """The thread of a scheduler. It holds no reference to it, and ends when it is collected.
+    """The thread of a scheduler. It does not refer to the scheduler, and ends with it.
 
-    arriving: new jobs from any thread; None if something has changed. counting: the lock for
+    arriving: new jobs from any thread; None to wake this one. counting: the lock for
     n_waiting (owner -> answers that have not begun) and running (those that have).
     pass_began: when the current pass or step began; None without one.
     """
@@ -175,8 +175,8 @@ class _ModelThread:
         self.running: list[RunningAnswer] = []
         self.pass_began: float | None = None
         self._waiting: list[Job] = []
-        self._current: _CurrentJob | None = None  # what may be interrupted
-        self._paused: _CurrentJob | None = None  # what is interrupted now
+        self._current: _CurrentJob | None = None  # the job that may be interrupted
+        self._paused: _CurrentJob | None = None  # the job that is interrupted now
         self._step_ended, self._step_s = 0.0, 0.0  # of the last step
         self._is_stopped = False
         self.thread = threading.Thread(target=self._serve, name="samkv-model", daemon=True)
@@ -198,16 +198,16 @@ class _ModelThread:
         with self._model.thread():
             while not self._is_stopped:
                 self._receive(wait=not is_busy)
-                self._drop()
+                self._remove_ended()
                 self._model.use_threads(self.n_threads)
                 job = self._turns.next(self._waiting, self.running, None)
                 if job is not None:
-                    self._do(job)
+                    self._run_job(job)
                 is_busy = self._step() or job is not None
         atexit.unregister(self.stop)
 
     def _receive(self, *, wait: bool) -> None:
-        """Queue the jobs that have arrived. wait: until there is something."""
+        """Queue the jobs that have arrived. wait: whether to wait for the first."""
         while True:
             try:
                 job = self.arriving.get(block=wait)
@@ -217,37 +217,37 @@ class _ModelThread:
             if job is not None:
                 self._waiting.append(job)
 
-    def _drop(self) -> None:
+    def _remove_ended(self) -> None:
         """Remove answers that are complete or abandoned."""
         for job in list(self._waiting):
             if isinstance(job, RunningAnswer) and job.is_abandoned:
                 self._waiting.remove(job)
-                self._end(job)
+                self._end_waiting(job)
         for answer in list(self.running):
             if answer.is_complete or answer.is_abandoned:
                 self.running.remove(answer)
                 answer.release()
 
-    def _end(self, answer: RunningAnswer) -> None:
+    def _end_waiting(self, answer: RunningAnswer) -> None:
         """Remove an answer that has not begun."""
         with self.counting:
             self.n_waiting -= Counter([answer.owner])  # which drops owners at 0
         answer.release()
 
-    def _do(self, job: Job) -> None:
-        """Do a waiting job: a call of `run`, or the first token of an answer."""
+    def _run_job(self, job: Job) -> None:
+        """Run a job of the queue: a call, or the first token of an answer."""
         self._waiting.remove(job)
         self.pass_began = time.perf_counter()
-        self._current = current = _CurrentJob(job=job, until=self.pass_began)
+        self._current = current = _CurrentJob(job=job, charged_at=self.pass_began)
         if isinstance(job, Call):
             job.call()
         else:
             try:
                 job.begin(self.pause)
-            except Abandoned:  # nobody reads it, and it would keep what the pass computed with
-                self._end(job)
+            except Abandoned:  # without `fail`: the error would keep the tensors of the pass
+                self._end_waiting(job)
             except BaseException as error:
-                self._end(job)
+                self._end_waiting(job)
                 job.fail(error)
             else:
                 with self.counting:
@@ -256,46 +256,46 @@ class _ModelThread:
         self.pass_began = self._current = None
         self._charge(current)
         if isinstance(job, Call):
-            self._turns.has_called(job.owner, current.seconds)
+            self._turns.has_called(job.owner, current.charged_s)
 
     def _charge(self, current: _CurrentJob) -> None:
-        """Charge the time since ``current.until`` to its owner."""
+        """Charge the owner of a job the time since ``current.charged_at``."""
         now = time.perf_counter()
-        self._turns.charge(current.job.owner, now - current.until)
-        current.seconds += now - current.until
-        current.until = now
+        self._turns.charge(current.job.owner, now - current.charged_at)
+        current.charged_s += now - current.charged_at
+        current.charged_at = now
 
     def pause(self) -> None:
         """Let other answers go on for a moment, between two parts of the current job.
 
-        A waiting job comes first if it may interrupt this one. Then comes a step: if one of its
-        owners is owed it, or if the last step is `PASS_SHARE` times its own seconds ago.
+        A waiting job runs first if it may interrupt this one. Then a step runs if an owner in it is
+        owed one, or if the last step ended more than `PASS_SHARE` times its own seconds ago.
         """
         current, now = self._current, time.perf_counter()
-        if current is None or now - current.until < LEAST_PART_S or self._is_stopped:
+        if current is None or now - current.charged_at < LEAST_PART_S or self._is_stopped:
             return
         self._charge(current)
         outer, self._current, self._paused = self._paused, None, current
         try:
             self._receive(wait=False)
-            self._drop()
+            self._remove_ended()
             if outer is None:
                 job = self._turns.next(self._waiting, self.running, current.job)
                 if job is not None and self._turns.may_interrupt(job, current.job):
-                    self._do(job)
+                    self._run_job(job)
             is_due = now - self._step_ended > PASS_SHARE * self._step_s
             if is_due or self._turns.is_owed_a_step(self._turns.batch(self.running), current.job):
                 self._step()
         finally:
             self._current, self._paused = current, outer
-            current.until = time.perf_counter()
-            self.pass_began = current.until - current.seconds
+            current.charged_at = time.perf_counter()
+            self.pass_began = current.charged_at - current.charged_s
 
     def _step(self) -> bool:
-        """Decode one token of each answer in the batch, and what can be drafted.
+        """Decode the next token of each answer in the batch, with the tokens drafted after it.
 
         If the device has no memory for it, each answer is tried once more, alone and without hot
-        chunks. Returns False if there is no such answer.
+        chunks. Returns False if the batch is empty.
         """
         if not (batch := self._turns.batch(self.running)):
             return False
@@ -311,7 +311,7 @@ class _ModelThread:
             answer.request.free_memory()
         for answer in batch:
             assert answer.sequence is not None
-            # what a rule evicts during a step cannot be taken back
+            # entries that a rule evicts during a step cannot be restored
             if answer.sequence.can_rewind:
                 error = self._decode([answer])
             if error is not None:
@@ -321,7 +321,7 @@ class _ModelThread:
         return True
 
     def _decode(self, batch: list[RunningAnswer]) -> OutOfMemory | None:
-        """A step of these answers; an error, before any has changed, if there is no memory."""
+        """A step of these answers. Without memory for it returns the error, and changes none."""
         self.pass_began = time.perf_counter()
         sequences, tokens = [], []
         try:
@@ -334,7 +334,7 @@ class _ModelThread:
             began = time.perf_counter()
             logits = self._model.decode(sequences, tokens)
         except OutOfMemory as error:
-            return error.with_traceback(None)  # which would hold the sequences
+            return error.with_traceback(None)  # the traceback would keep the sequences
         except BaseException as error:
             for answer in batch:
                 answer.fail(error)

@@ -74,7 +74,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
             self._scheduler.submit(self._answer)
             self._is_submitted = True
             self._take(await self._answer.pieces.anext(self._left()))
-            await off_loop(self._record, owner=self._answer.owner)  # a disk may be slow
+            await off_loop(self._record, owner=self._answer.owner)  # as a disk may be slow
         except BaseException as error:
             self._fail(error)
         return self
@@ -157,7 +157,7 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
 
     def __del__(self) -> None:
         if not self._is_over:
-            self._abandon()  # and no more: any lock may be held where an object is collected
+            self._abandon()  # only that: any lock may be held while an object is collected
 
     def _abandon(self) -> None:
         if self._is_submitted:

@@ -76,9 +76,9 @@ class _Telemetry:
         self.propagator = TraceContextTextMapPropagator()
         self.tracer = trace.get_tracer(SCOPE, release.version())
         meter = metrics.get_meter(SCOPE, release.version())
-        self.tell: dict[str, Callable[..., None]] = {}
+        self.record: dict[str, Callable[..., None]] = {}
         for name, (unit, about, bounds) in _METRICS.items():
-            self.tell[name] = (
+            self.record[name] = (
                 meter.create_counter(name, unit, about).add
                 if bounds is None
                 else meter.create_histogram(
@@ -92,19 +92,19 @@ def _telemetry() -> _Telemetry | None:
     """None if the API is not installed, or too old."""
     try:
         return _Telemetry()
-    except (ImportError, TypeError):  # histograms of older ones know no bounds
+    except (ImportError, TypeError):  # an older API, whose histograms take no bounds
         return None
 
 
 def _listening() -> _Telemetry | None:
-    """The API to send to; None if it is not installed, or switched off."""
+    """The API that answers are sent to; None if it is not installed, or switched off."""
     disabled = os.environ.get(DISABLED, "").replace(" ", "").split(",")
     return None if NAME in disabled else _telemetry()
 
 
 @contextmanager
 def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
-    """In the block, the parent of spans is the current one, or that of the ``traceparent``."""
+    """In the block, the parent of spans is the current span, or else that of ``traceparent``."""
     telemetry = _listening()
     if telemetry is None or telemetry.api.get_current_span().get_span_context().is_valid:
         yield
@@ -117,9 +117,9 @@ def below_caller(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def trace_answer(ended: AnswerEnded) -> None:
-    """Send an answer as a span with its stages, and in metrics; nothing without the API.
+    """Send an answer as a span with its stages, and in metrics. Without the API nothing is sent.
 
-    The current span, that of whoever asked, is the parent.
+    The parent of the span is the current span, which is the caller's.
     """
     if (telemetry := _listening()) is None:
         return
@@ -130,7 +130,7 @@ def trace_answer(ended: AnswerEnded) -> None:
         "gen_ai.provider.name": NAME,
         "gen_ai.request.model": ended.model,
     }
-    # a caller who leaves is no failure
+    # a caller that leaves is not counted as a failure
     has_failed = ended.error is not None and not isinstance(
         ended.error, asyncio.CancelledError | GeneratorExit
     )
@@ -152,14 +152,14 @@ def trace_answer(ended: AnswerEnded) -> None:
         telemetry.tracer.start_span(f"samkv.{stage.name}", below, start_time=ns(stage.began)).end(
             end_time=ns(stage.ended)
         )
-    telemetry.tell["gen_ai.client.operation.duration"](ended.ended - ended.began, labels, below)
+    telemetry.record["gen_ai.client.operation.duration"](ended.ended - ended.began, labels, below)
     for name, value, more in () if report is None else _points_of(report):
-        telemetry.tell[name](value, labels | more, below)
+        telemetry.record[name](value, labels | more, below)
     span.end(end_time=ns(ended.ended))
 
 
 def _options_of(ended: AnswerEnded) -> Attributes:
-    """What was asked for, and how the answer ended."""
+    """The options of an answer, and how it ended, as attributes of a span."""
     sampling, found = ended.settings.sampling, Attributes()
     found["gen_ai.request.max_tokens"] = sampling.max_new_tokens
     found["gen_ai.output.type"] = "text" if ended.settings.json_schema is None else "json"
@@ -184,7 +184,7 @@ def _figures_of(report: Report) -> Attributes:
 
 
 def _stages_of(ended: AnswerEnded) -> list[Stage]:
-    """The stages of an answer that has a first token, with that of all later tokens."""
+    """The stages of an answer that has a first token, and a stage of all later tokens."""
     if ended.report is None:
         return []
     decode = Stage(name="decode", began=ended.stages[-1].ended, ended=ended.ended)

@@ -1,4 +1,4 @@
-"""Whose turn it is: which job the model's thread does next, and which answers it decodes."""
+"""Turns: which job the model's thread runs next, and which answers it decodes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AHEAD = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A job that is no answer: a call of `Scheduler.run`."""
+    """A job that runs a function, see `Scheduler.run`."""
 
     owner: str
     call: Callable[[], None]
 
 
 Job = RunningAnswer | Call
-"""What takes longer than a step: a first token, or a call."""
+"""A unit of work that waits for the model's thread: the first token of an answer, or a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,9 @@ class Limits:
 
 
 class Turns:
-    """Jobs are done in the order in which they came.
+    """Jobs run in the order in which they came.
 
-    After a call, running answers get as much time as it took before the next call.
+    After a call, the next call waits until running answers have had as much model time.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -78,7 +78,7 @@ class Turns:
     def next(
         self, waiting: Sequence[Job], running: Sequence[RunningAnswer], paused: Job | None
     ) -> Job | None:
-        """The job to do now; None for none. paused: the job in whose pause it would be done."""
+        """The job to run now; None for none. paused: the job in whose pause it would run."""
         batch, begun = self.batch(running), [*running]
         if isinstance(paused, RunningAnswer):
             batch.append(paused)
@@ -95,19 +95,19 @@ class Turns:
         return None
 
     def charge(self, owner: str, seconds: float) -> None:
-        """Count model time that the jobs and the tokens of an owner took."""
+        """Charge an owner the model time of its jobs and tokens."""
         self._owed_s -= seconds
 
     def has_called(self, owner: str, seconds: float) -> None:
-        """Note that a call took so long."""
+        """Note how long a call of an owner took."""
         self._owed_s = seconds
 
     def may_interrupt(self, job: Job, current: Job) -> bool:
-        """Whether a job may be done in a pause of another one."""
+        """Whether a job may run in a pause of another one."""
         return False
 
     def is_owed_a_step(self, batch: Sequence[RunningAnswer], current: Job) -> bool:
-        """Whether a step comes in this pause of a job, however long ago the last one is."""
+        """Whether this pause of a job must have a step, even if one has just ended."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Where chunk caches are kept: bytes, of which a runtime knows the meaning.
+"""Where chunk caches are kept, as bytes. A runtime knows what the bytes mean.
 
 - `base`: the contracts of a store and of an opened cache.
 - `indexed`: a store with an index; `memory` and `disk` are two. `upkeep` maintains one on disk.

@@ -49,18 +49,18 @@ class StoredChunk(Protocol):
         """The chunk's text."""
 
     def array(self, name: str) -> CacheArray:
-        """An array by its name, see `ChunkCache`. Raises KeyError for a name that it has not."""
+        """An array by its name, see `ChunkCache`. Raises KeyError if there is none of this name."""
 
     def read_layers(self, first: int, out: Sequence[NDArray[np.uint8]]) -> None:
         """Read the entries of all tokens at the layers from ``first`` on.
 
-        out: filled; a contiguous array (T, E) for each layer.
+        out: contiguous arrays (T, E), one for each layer, which are filled.
         """
 
     def read_blocks(self, layer: int, blocks: Sequence[int], out: NDArray[np.uint8]) -> None:
-        """Read the entries of ``blocks`` at ``layer``; in ascending order neighbours are one read.
+        """Read the entries of ``blocks`` at ``layer``; neighbours in ascending order are one read.
 
-        out: filled; a contiguous array (S, E), where S is the sum of the blocks' lengths.
+        out: a contiguous array (S, E), which is filled; S is the sum of the blocks' lengths.
         """
 
     def chunk(self, entries: NDArray[np.uint8] | None = None) -> ChunkCache:
@@ -73,7 +73,7 @@ class StoredChunk(Protocol):
         """Read everything and check every MAC."""
 
     def is_current(self) -> bool:
-        """Whether the store still holds this very cache; it may be closed. Nothing is read."""
+        """Whether the store still has exactly this cache; it may be closed. Nothing is read."""
 
     def let_go(self) -> None:
         """Keep no file open between reads.
@@ -82,7 +82,7 @@ class StoredChunk(Protocol):
         """
 
     def close(self) -> None:
-        """Free what it holds. Nothing more can be read afterwards; closing again does nothing."""
+        """Close the file and free the memory. No reads afterwards; closing again does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -100,10 +100,10 @@ class Notes(Protocol):
     where: str
 
     def note(self, name: str) -> str | None:
-        """What `put_note` kept under ``name``; None if there is nothing that can be read."""
+        """The text that `put_note` stored under ``name``; None if there is none to read."""
 
     def put_note(self, name: str, text: str, *, replace: bool = True) -> bool:
-        """Keep a text; whether it was kept. Raises StoreError.
+        """Store a text; returns whether it was stored. Raises StoreError.
 
         replace: whether to replace an earlier note. If not, the first of several processes wins.
         """
@@ -113,7 +113,7 @@ class Notes(Protocol):
 
 
 class Store(Protocol):
-    """Chunk caches by key, for answers. What cannot be read raises `CacheMiss`.
+    """Chunk caches by key, for answers. A cache that cannot be read raises `CacheMiss`.
 
     No wrong byte is returned. `text` and what `chunk_index` returns raise `StoreError` if the store
     cannot be used; the other methods do not.
@@ -138,12 +138,12 @@ class Store(Protocol):
 
         A file that a killed process left unindexed does not count: it is written again.
 
-        here: whether one in the remote tier only does not count either. It is fetched when it is
-            opened, and may have been deleted there within the last minute.
+        here: whether only a cache on this machine counts. Else one in the remote tier counts, too.
+            It is fetched when it is opened, and may have been deleted within the last minute.
         """
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
-        """Begin to fetch those that are in the remote tier only, in parallel. Best effort."""
+        """Begin to fetch, in parallel, caches that only the remote tier has. Best effort."""
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
@@ -174,25 +174,25 @@ class Store(Protocol):
 
 
 class IngestStore(Store, Notes, Protocol):
-    """A store that caches are put into, and deleted from.
+    """A store to which caches are added, and from which they are deleted.
 
     Every process sees a change at once. `touch` and `note` never raise `StoreError`; the other
-    methods that are added here do if the store cannot be used.
+    methods of this class do if the store cannot be used.
 
     path: the folder; None in memory.
     """
 
     path: Path | None
 
-    # -- caches that come -----------------------------------------------------------------------
+    # -- adding caches --------------------------------------------------------------------------
 
     def agree_block_size(self, fingerprint: Fingerprint, size: int) -> int:
-        """The first caller's block size for chunks that are like ``fingerprint`` in all else."""
+        """The first caller's block size, for fingerprints that differ in the block size only."""
 
     def put(self, chunk: ChunkCache, *, unless_deleted_since: int | None = None) -> None:
         """Keep a chunk, in place of one with the same key and fingerprint.
 
-        Atomic: others see the whole chunk, or what was there before. ``chunk`` must not be modified
+        Atomic: others see either the whole new chunk, or the previous one. Do not modify ``chunk``
         afterwards.
 
         unless_deleted_since: an earlier value of `deletions`. If something was deleted since, the
@@ -200,32 +200,32 @@ class IngestStore(Store, Notes, Protocol):
         """
 
     def touch(self, key: str, fingerprint: Fingerprint) -> None:
-        """Make a cache as young as one that is put now. Best effort."""
+        """Note that a cache is used now, so that it is evicted later. Best effort."""
 
-    # -- caches that go ---------------------------------------------------------------------------
+    # -- deleting caches --------------------------------------------------------------------------
 
     def deletions(self) -> int:
         """A number that changes with every deletion in the namespace, by any process."""
 
     def delete(self, *keys: str) -> int:
-        """Delete chunks and their texts under all fingerprints; how many there were.
+        """Delete chunks and their texts under all fingerprints; returns how many existed.
 
-        Raises InvalidOption for what is no key.
+        Raises InvalidOption if a key is not valid.
         """
 
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
     ) -> int:
-        """Delete chunks of this namespace by their text, for all models and bits; how many.
+        """Delete chunks of this namespace by text, for all models and bits; returns how many.
 
-        Unlike `delete` it also finds texts without a cache, damaged files, and what killed
+        Unlike `delete` it also finds texts without a cache, damaged files, and files that killed
         processes left.
 
         is_wanted: is given the body of each chunk.
-        token_ids: of chunks to delete whatever their text is: that of a damaged one is unknown.
+        token_ids: of chunks to delete whatever their text, which is unknown if a file is damaged.
         """
 
-    # -- whose caches these are -----------------------------------------------------------------
+    # -- the caches that there are --------------------------------------------------------------
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         """Sorted keys of the chunks with a cache, of one fingerprint or of all."""
@@ -238,7 +238,7 @@ class IngestStore(Store, Notes, Protocol):
 
 
 class ChunkReader:
-    """Opens the caches of a store for answers. A runtime may hold some of them in memory."""
+    """Opens the caches of a store for answers. A runtime may keep hot chunks in memory."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -250,29 +250,29 @@ class ChunkReader:
         return self._store.open(key, fingerprint, token_ids)
 
     def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
-        """Begin to read chunks, which a question will use, in other threads."""
+        """Begin to read chunks that a question will use, in other threads."""
 
     def bring(self, chunks: Sequence[StoredChunk]) -> None:
-        """Begin to copy opened caches to where the model is."""
+        """Begin to copy opened caches to the model's device."""
 
     def follow(self, deletion: int) -> None:
-        """Free what was deleted since the last call. deletion: `Chunks.deletions`."""
+        """Free caches that were deleted since the last call. deletion: `Chunks.deletions`."""
 
     def sweep(self) -> None:
-        """Free the caches that the store does not hold any more."""
+        """Free the caches that are no longer in the store."""
 
     def clear(self) -> None:
         """Free all caches."""
 
 
 _STORE_FAILS = (
-    "the store fails (%s); chunks whose cache it cannot give are computed from their text. This is "
+    "the store fails (%s); chunks whose cache cannot be read are computed from their text. This is "
     "said once"
 )
 
 
 class Outage:
-    """Logs the failures of a store or remote tier, which fail no answer.
+    """Logs failures of a store or remote tier that an answer survives.
 
     Args:
         says: the message, with ``%s`` for the error.
@@ -283,7 +283,7 @@ class Outage:
 
     @contextmanager
     def survived(self) -> Iterator[None]:
-        """A block that a `StoreError` ends: it is logged, and not raised."""
+        """A block that a `StoreError` ends; the error is logged, and not raised."""
         try:
             yield
         except StoreError as error:

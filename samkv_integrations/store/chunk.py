@@ -63,7 +63,7 @@ class BlockScheme:
 class ChunkBlocks:
     """The blocks of one chunk.
 
-    The tokens before and behind its `middle_blocks` are its anchor tokens, the others its middle. A
+    The tokens of its `middle_blocks` are its middle, all others are its anchor tokens. A
     chunk of at most ``n_init + n_local`` blocks has no middle.
     """
 
@@ -166,14 +166,17 @@ def check_namespace(namespace: str) -> str:
     try:
         namespace.encode()
     except UnicodeEncodeError as error:
-        raise InvalidOption(Given("namespace", namespace), " holds a lone surrogate") from error
+        raise InvalidOption(
+            Given("namespace", namespace),
+            " holds a lone surrogate; it must be text that can be written as UTF-8",
+        ) from error
     return namespace
 
 
 def check_keys(keys: Iterable[object]) -> None:
-    """Raises InvalidOption for what cannot be a key in any store."""
+    """Raises InvalidOption if one of ``keys`` cannot be a key in any store."""
     for key in keys:
-        if not isinstance(key, str) or any("\ud800" <= letter <= "\udfff" for letter in key):
+        if not isinstance(key, str) or any("\ud800" <= each <= "\udfff" for each in key):
             raise InvalidOption(
                 Given("key", key), "; it must be a string, as `keys` of a store gives"
             )
@@ -182,7 +185,7 @@ def check_keys(keys: Iterable[object]) -> None:
 def chunk_key(secret: bytes, namespace: str, fingerprint: str, token_ids: Sequence[int]) -> str:
     """The key of a chunk cache, 32 hex digits: a hash keyed with the store's secret.
 
-    Without the secret nobody can tell the key of a text.
+    Without the secret nobody can compute the key of a text.
     """
     digest = hashlib.blake2b(key=secret, digest_size=16)
     for part in (namespace.encode(), fingerprint.encode()):
@@ -236,8 +239,8 @@ class CacheArray:
 class CacheShape:
     """The arrays of a cache, without their content. The runtime that computes caches defines them.
 
-    at_opening: by name, those that a reader needs first. on_demand: those that are read when they
-    are asked for. No name is in both.
+    at_opening: by name, arrays that are read when a cache is opened. on_demand: arrays that are
+    read on request. No name is in both.
     entries: (L, T, E), see `ChunkCache`.
     """
 

@@ -36,7 +36,7 @@ from samkv_integrations.store.chunk import (
 )
 
 MAC_BYTES = 16
-_FILE_PURPOSE = b"samkv file"  # tells these hashes from those of keys, with the same secret
+_FILE_PURPOSE = b"samkv file"  # makes these hashes differ from those of keys, with the same secret
 
 
 class ArrayPlace(NamedTuple):
@@ -154,10 +154,10 @@ class FileLayout:
 
 
 def layout_in(header: Mapping[str, Any]) -> FileLayout:
-    """The layout that a file's JSON describes, whose MAC is right.
+    """The layout that the JSON of a file describes, whose MAC was verified.
 
-    Raises one of `BAD_JSON` if its arrays do not follow one another without holes, are not those
-    that every file has, or do not fit the chunk.
+    Raises one of `BAD_JSON` if the arrays leave holes, are in another order than in every file, or
+    do not fit the chunk.
     """
     table = dict(header)
     said = table.pop("__metadata__")
@@ -267,31 +267,31 @@ class NotAFile(OSError):
 
 
 def open_regular(path: Path, *, follows_links: bool = False) -> FileIO:
-    """Open a regular file for reading: no pipe, which could block.
+    """Open a file for reading, which must be regular, because a pipe could block.
 
-    follows_links: whether ``path`` may be a link. Raises OSError; `NotAFile` if it is something
-    else.
+    follows_links: whether ``path`` may be a link. Raises OSError; `NotAFile` if it is not a regular
+    file.
     """
     if not stat.S_ISREG(os.stat(path, follow_symlinks=follows_links).st_mode):
-        raise NotAFile(errno.EINVAL, f"{path.name} is no regular file")
+        raise NotAFile(errno.EINVAL, f"{path.name} is not a regular file")
     return FileIO(os.open(path, _FLAGS | (0 if follows_links else os.O_NOFOLLOW)))
 
 
 def _identity(file: FileIO) -> tuple[int, int, int, int]:
-    """Device, inode, size and time of the last change: whoever changes a file changes one."""
+    """Device, inode, size and time of the last change: each change of a file changes one."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 class ChunkFile:
-    """A chunk file, opened; a `StoredChunk` that reads and checks only what is asked for.
+    """An opened chunk file: a `StoredChunk` that reads and checks only requested regions.
 
     Opening verifies format version, fingerprint, key, namespace, file size, and the MACs of header,
     token ids and the arrays that are read at opening. Other regions are checked when they are read.
-    Whatever is wrong raises `CacheMiss`.
+    Every mistake raises `CacheMiss`.
 
     Args:
-        key, fingerprint, namespace: what the file must hold; None to take it from the file.
+        key, fingerprint, namespace: what the file must have; None to take it from the file.
         secret: of the store that wrote the file.
     """
 
@@ -376,7 +376,7 @@ class ChunkFile:
             return
         self._file = self._open()  # the header is known, and each region has its MAC
         with self._file:
-            if _identity(self._file)[:3] != self._opened[:3]:  # its time, such as by a new link
+            if _identity(self._file)[:3] != self._opened[:3]:  # not ctime: a new link changes it
                 raise CacheMiss("absent", f"{self._path} was replaced")
             self._fill(len(self._header) + start, views)
 

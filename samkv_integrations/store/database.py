@@ -20,10 +20,9 @@ BUSY_S = 20.0
 """Seconds to wait for another process that holds the lock."""
 
 BRIEF_S = 1.0
-"""Seconds to wait where a question would be kept waiting, for a note that it does not need."""
+"""Seconds to wait for a write that a question can do without."""
 
-# What damaged values raise where they are used, and messages of SQLite that quote damaged bytes: it
-# has no checksums.
+# Errors of using damaged values, or of messages of SQLite that quote them: it has no checksums.
 _BAD_VALUES = (ValueError, TypeError, AttributeError, RecursionError)
 # Our SQL is right, so an error in it means that the tables are not.
 _DAMAGED = (
@@ -37,8 +36,8 @@ class Database:
     Every method raises StoreError if the database cannot be used. A missing database is built. A
     damaged one is deleted, the call fails, and the next call builds it.
 
-    SQLite's rollback journal is used, and no write-ahead log: a forked process may open the file
-    anew, a read-only folder can be read, and no log keeps what was deleted.
+    It uses SQLite's rollback journal, not the write-ahead log: a forked process may open the file
+    anew, a read-only folder can be read, and no log keeps deleted rows.
 
     folder: None for a database in memory. schema: SQL that makes the tables. Its checksum is part
     of the file's name, so another release does not see a file with other tables.
@@ -60,9 +59,9 @@ class Database:
     def transaction(
         self, *, writes: bool = False, patience_s: float = BUSY_S
     ) -> Iterator[sqlite3.Connection]:
-        """A block that sees the database as it is at one moment; within another one, a part of it.
+        """A block that sees one state of the database. A block within a block is a part of it.
 
-        writes: all that the block writes is kept or nothing, and no other process writes meanwhile.
+        writes: either all changes of the block are kept or none; no other process writes meanwhile.
         patience_s: how long to wait for another process.
         """
         if self._process != os.getpid():  # forked: the connection is the parent's
@@ -79,7 +78,7 @@ class Database:
                 with connection:  # commits, or rolls back
                     connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                     yield connection
-            except UnicodeEncodeError:  # of what was asked for; no row is damaged
+            except UnicodeEncodeError:  # of the caller's values; no row is damaged
                 raise
             except (sqlite3.Error, OSError, *_BAD_VALUES) as error:
                 where = f"the index of {self._folder or 'the store'}"
@@ -102,7 +101,7 @@ class Database:
         """Check the database, and delete those that other releases or killed processes left."""
         if self._folder is None:
             return
-        with suppress(StoreError):  # it has been deleted
+        with suppress(StoreError):  # a damaged one has been deleted
             if self.rows("PRAGMA quick_check") != [("ok",)]:
                 self._discard()
         with self._file_lock(self._folder):

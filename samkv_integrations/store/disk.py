@@ -50,7 +50,7 @@ class ChunkStore(IndexedStore):
     ) -> None:
         """Opens the store in folder ``path``, which is made if it is absent or empty.
 
-        namespace: whose chunks these are. Chunks of other namespaces are not seen.
+        namespace: owner of the chunks. Chunks of other namespaces are not seen.
         max_bytes, quota: see `set_budget`; None to leave the store's budget as it is.
         remote: where machines share their caches, a URL of fsspec such as ``s3://bucket/prefix``;
             the folder is the local tier. While the remote tier does not answer, its chunks are
@@ -60,9 +60,9 @@ class ChunkStore(IndexedStore):
             the environment variable SAMKV_STORE_SECRET (64 hex digits), else the folder's own.
 
         Raises:
-            StoreError: the folder is no store, is damaged, is writable by other users, has another
-                format version or another secret, or cannot be used; or the remote tier has another
-                secret.
+            StoreError: the folder is not a store, is damaged, is writable by other users, has
+                another format version or another secret, or cannot be used; or the remote tier has
+                another secret.
             InvalidOption: the path, a budget, the namespace, the secret or the URL is not valid.
             MissingExtra: a package that ``remote`` needs is not installed.
         """
@@ -144,7 +144,7 @@ class ChunkStore(IndexedStore):
         gone = self.files.delete(self.namespace, keys)
         if self.shared is not None:
             gone |= self.shared.delete(keys)
-            # what a question has fetched, or put, before it was deleted there
+            # caches that a question fetched or put before they were deleted there
             while again := self.files.delete(self.namespace, keys):
                 gone |= again | self.shared.delete(keys)
         return len(gone)
@@ -152,7 +152,7 @@ class ChunkStore(IndexedStore):
     def forget(
         self, is_wanted: Callable[[str], bool], token_ids: Sequence[Sequence[int]] = ()
     ) -> int:
-        reconcile(self.files)  # indexes what killed writers left
+        reconcile(self.files)  # indexes files that killed writers left
         if self.shared is not None:
             self.shared.refresh()
         return super().forget(is_wanted, token_ids)

@@ -28,7 +28,7 @@ from samkv_integrations.store.index import PRESENT, Entry, Index, Place
 
 TEMPORARY = ".tmp"
 LEFT_S = 3600.0
-"""Age in seconds from which a temporary file is taken for one that a killed process left."""
+"""Age in seconds from which a temporary file counts as left by a killed process."""
 
 MAX_SMALL_BYTES = 1 << 20
 
@@ -38,14 +38,14 @@ SECRET_VARIABLE = "SAMKV_STORE_SECRET"
 
 _DIGIT = "[0-9a-f]"
 _HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
-# What a folder may hold before it has a marker.
+# Names that a folder may contain before it has a marker.
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
 )
 
 
 def folder_named(what: str, path: object) -> Path:
-    """``path`` as a Path. what: the option's name. Raises InvalidOption if it is no valid path."""
+    """``path`` as a Path. what: the option's name. Raises InvalidOption if it is not valid."""
     try:
         found = Path(path)  # type: ignore[arg-type]
         is_path = b"\0" not in os.fsencode(found)
@@ -63,7 +63,7 @@ def make_folder(path: Path) -> None:
 
 
 def cannot(action: str, path: Path, error: OSError) -> StoreError:
-    """The error to raise when the operating system refuses something."""
+    """The error for an action that the operating system refuses."""
     return StoreError(
         f"cannot {action} {path}: {error.strerror or error}; "
         "next step: make room or allow access there, or use a store in another folder"
@@ -72,7 +72,7 @@ def cannot(action: str, path: Path, error: OSError) -> StoreError:
 
 @contextmanager
 def written(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600) -> Iterator[Path]:
-    """A complete temporary file beside ``path``, which the block moves to that place, durably."""
+    """A complete temporary file beside ``path``, which the block moves there. It is durable."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -92,13 +92,13 @@ def written(path: Path, pieces: Iterable[bytes | memoryview], mode: int = 0o600)
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a small file atomically, in place of what is there."""
+    """Write a small file atomically; replaces an earlier one."""
     with written(path, [data]) as temporary:
         os.replace(temporary, path)
 
 
 def write_new(path: Path, data: bytes) -> bool:
-    """Write a small file unless it exists; whether it was written."""
+    """Write a small file unless it exists; returns whether it was written."""
     with suppress(FileExistsError), written(path, [data]) as temporary:
         os.link(temporary, path)
         return True
@@ -108,7 +108,7 @@ def write_new(path: Path, data: bytes) -> bool:
 def read_small(path: Path) -> bytes:
     """The bytes of a marker, a secret or a note; links are followed.
 
-    Raises OSError, also if it is no regular file, or larger than `MAX_SMALL_BYTES`.
+    Raises OSError, also if it is not a regular file, or larger than `MAX_SMALL_BYTES`.
     """
     with open_regular(path, follows_links=True) as file:
         if os.fstat(file.fileno()).st_size > MAX_SMALL_BYTES:
@@ -117,7 +117,7 @@ def read_small(path: Path) -> bytes:
 
 
 def remove(path: Path) -> int:
-    """Delete a file, or whatever is in its place; the bytes of a regular file, else 0.
+    """Delete a path of any kind; returns the bytes of a regular file, else 0.
 
     Raises StoreError if the operating system refuses.
     """
@@ -143,13 +143,13 @@ def remove(path: Path) -> int:
 
 
 def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
-    """Check that a folder is a store, or make a new or empty one a store; its secret.
+    """Check that a folder is a store, or make a store of a new or empty one; returns its secret.
 
-    given: the secret of a new store; None for that of the environment, else a random one.
+    given: the secret of a new store; None for the environment's, else a random one.
     is_bound: whether an existing store must have that secret, too.
 
-    Raises StoreError if the folder is no store, is writable by others, is damaged, or has another
-    format version or secret; InvalidOption if the given secret is not valid; OSError.
+    Raises StoreError if the folder is not a store, is writable by others, is damaged, or has
+    another format version or secret; InvalidOption if the given secret is not valid; OSError.
     """
     is_bound = is_bound or given is not None
     given = _checked_secret(given)
@@ -173,8 +173,8 @@ def open_folder(folder: Path, given: bytes | None, *, is_bound: bool) -> bytes:
         )
     if is_bound and given not in (None, secret):
         raise StoreError(
-            f"{folder} is a store of another secret than the one that is given; next step: name a "
-            f"new folder, or give the secret that is in {file}"
+            f"{folder} is a store with another secret than the given one; next step: name a new "
+            f"folder, or give the secret in {file}"
         )
     return secret
 
@@ -201,12 +201,12 @@ def marker_fields(data: bytes, place: object, remedy: str) -> dict[str, Any]:
 def _make_store(folder: Path, given: bytes | None) -> None:
     """Write secret and marker, unless another process does at the same time. Raises StoreError."""
     marker, file = folder / "store.json", folder / "secret"
-    strangers = [name for name in sorted(os.listdir(folder)) if not _OWN_NAME.fullmatch(name)]
-    if marker.exists():  # another process has just made the store: its files are no strangers
+    others = [name for name in sorted(os.listdir(folder)) if not _OWN_NAME.fullmatch(name)]
+    if marker.exists():  # another process has just made the store: the others are its files
         return
-    if strangers:
+    if others:
         raise StoreError(
-            f"{folder} is not a store: it has no store.json and holds {strangers[0]!r}; "
+            f"{folder} is not a store: it has no store.json and holds {others[0]!r}; "
             "next step: name a new or empty folder"
         )
     if not file.exists():
@@ -224,7 +224,7 @@ def _checked_secret(given: bytes | None) -> bytes | None:
             given = b""
     if given is not None and (not isinstance(given, bytes) or len(given) != SECRET_BYTES):
         raise InvalidOption(  # without the value, which is confidential
-            f"the secret of a store is {SECRET_BYTES} bytes, in {SECRET_VARIABLE} "
+            f"the secret of a store must be {SECRET_BYTES} bytes, in {SECRET_VARIABLE} "
             f"{2 * SECRET_BYTES} hex digits; make one with 'openssl rand -hex {SECRET_BYTES}', or "
             "take that of the store that other machines share"
         )
@@ -232,7 +232,7 @@ def _checked_secret(given: bytes | None) -> bytes | None:
 
 
 def check_of(secret: bytes) -> str:
-    """A hash that tells whether a secret is the right one, and nothing else about it."""
+    """A hash that tells whether a secret is the right one, without disclosing it."""
     return hashlib.blake2b(key=secret, digest_size=16, person=b"samkv check").hexdigest()
 
 
@@ -254,18 +254,18 @@ class ChunkFolder:
             raise cannot("read", self.path, error) from error
         if not is_own:
             raise StoreError(
-                f"{self.path} is not the store any more that was opened: its files were deleted or "
+                f"{self.path} is no longer the store that was opened: its files were deleted or "
                 "replaced; next step: open it anew, in a new engine or process"
             )
 
     def file(self, key: str, digest: str) -> Path:
-        """Path of a chunk's file, whether or not it exists. Raises CacheMiss for what is no key."""
+        """Path of a chunk's file, whether or not it exists. Raises CacheMiss for an invalid key."""
         if not (_HEX_NAME.fullmatch(key) and _HEX_NAME.fullmatch(digest)):
             raise CacheMiss("absent", repr(key))
         return self.path / digest / key[:2] / f"{key}.safetensors"
 
     def files(self) -> Iterator[Path]:
-        """All chunk files, with temporary ones."""
+        """All chunk files, temporary ones included."""
         for name in iglob(f"{32 * _DIGIT}/{2 * _DIGIT}/{32 * _DIGIT}*", root_dir=self.path):
             file = self.path / name
             if file.name[:2] == file.parent.name:
@@ -282,7 +282,7 @@ class ChunkFolder:
         file = self.file(key, digest)
         try:
             self.require_own()
-            # One by one, so that the store's own folder is not made again if it was removed.
+            # One at a time, so that a removed folder of the store is not made again.
             make_folder(file.parents[1])
             make_folder(file.parent)
             with written(file, pieces) as temporary:
@@ -292,16 +292,16 @@ class ChunkFolder:
             raise cannot("write", file, error) from error
 
     def delete(self, namespace: str, keys: Sequence[str]) -> set[str]:
-        """Like `Index.delete`, with the files that killed writers left unindexed."""
+        """Like `Index.delete`, but also deletes files that killed writers left unindexed."""
         gone = self.index.delete(namespace, keys)
         named = (f"{32 * _DIGIT}/{k[:2]}/{k}.safetensors" for k in keys if _HEX_NAME.fullmatch(k))
         left = any(any(iglob(name, root_dir=self.path)) for name in named)
-        if keys and (left or self.has_strangers()):
+        if keys and (left or self._has_unindexed()):
             reconcile(self)
             gone |= self.index.delete(namespace, keys)
         return gone
 
-    def has_strangers(self) -> bool:
+    def _has_unindexed(self) -> bool:
         """Whether a killed writer left files of a fingerprint that is not indexed."""
         known = {made_by.digest for made_by in self.index.fingerprints()}
         return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
@@ -325,7 +325,7 @@ class ChunkFolder:
     def is_gone(self, digest: str, key: str) -> bool:
         try:
             return not os.path.lexists(self.file(key, digest))
-        except CacheMiss:  # no key
+        except CacheMiss:  # an invalid key
             return True
 
     def remove(self, digest: str, key: str) -> None:
@@ -341,7 +341,7 @@ class Recovered:
     n_adopted: chunk files that were not indexed, and are now.
     n_lost: indexed chunks without a file.
     n_damaged: damaged chunk files that were not indexed, now deleted.
-    bytes_freed: by what was deleted.
+    bytes_freed: bytes of the deleted files.
     """
 
     n_unfinished: int = 0

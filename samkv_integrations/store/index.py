@@ -1,7 +1,7 @@
 """The index of a store: which chunks there are, their sizes, use, texts and token ids.
 
 The chunk files are the truth, and a cache is read without the index. The index is derived from the
-files, and rebuilt if it is missing or damaged. What the files do not hold is lost then: texts of
+files, and rebuilt if it is missing or damaged. Data that the files lack is then lost: texts of
 evicted caches, the budget, the agreed block size, and counts of hits.
 """
 
@@ -67,7 +67,7 @@ CREATE TABLE counts(
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the index keeps of a cache, `of` one that is about to be put, or `of_file`."""
+    """The data of a cache in the index: `of` a cache that is about to be put, or `of_file`."""
 
     fingerprint: Fingerprint
     key: str
@@ -115,7 +115,7 @@ class Caches(Protocol):
 class Index(Database):
     """The index of a store. Every method raises StoreError if the database cannot be used.
 
-    folder: of the store; None for an index in memory. caches: what is indexed. secret: of the
+    folder: of the store; None for an index in memory. caches: the caches to index. secret: of the
     store; hashes of token ids are keyed with it.
     """
 
@@ -131,7 +131,7 @@ class Index(Database):
         for entry in self._caches.entries():
             self._insert(connection, entry)
 
-    # -- caches that come -------------------------------------------------------------------------
+    # -- adding caches ----------------------------------------------------------------------------
 
     @contextmanager
     def keep(self, entry: Entry, unless_deleted_since: int | None = None) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Index(Database):
 
         The cache is indexed, and the caches used least recently are evicted to make room for it.
 
-        unless_deleted_since: what `deletions` said when the cache was begun.
+        unless_deleted_since: `deletions` before the cache was computed.
 
         Raises StoreError if there is no room, CacheMiss ("absent") if something was deleted since.
         """
@@ -158,7 +158,7 @@ class Index(Database):
     def adopt(self, entry: Entry) -> None:
         """Index a cache that is in its place, or delete it if there is no room for it.
 
-        Raises CacheMiss ("absent") if it has gone.
+        Raises CacheMiss ("absent") if it is no longer there.
         """
         with self.transaction(writes=True) as connection:
             if self.has(entry.digest, entry.key):
@@ -172,14 +172,14 @@ class Index(Database):
                 raise CacheMiss("absent", f"{entry.key}: deleted meanwhile")
 
     def learn(self, entries: Iterable[Entry]) -> None:
-        """Index chunks that are in the remote tier, and not here."""
+        """Index chunks that only the remote tier has."""
         with self.transaction(writes=True) as connection:
             for entry in entries:
                 if self._caches.is_gone(entry.digest, entry.key):
                     self._insert(connection, entry, is_here=False)
 
     def _insert(self, connection: sqlite3.Connection, entry: Entry, *, is_here: bool = True) -> int:
-        """The id of the row of ``chunks``."""
+        """Index a cache; returns the id of its row in ``chunks``."""
         connection.execute(
             "INSERT OR IGNORE INTO fingerprints VALUES(?, ?)",
             [entry.digest, json.dumps(asdict(entry.fingerprint), sort_keys=True)],
@@ -206,17 +206,17 @@ class Index(Database):
         )
         return int(chunk)
 
-    # -- caches that go ---------------------------------------------------------------------------
+    # -- deleting caches --------------------------------------------------------------------------
 
-    def _evict(self, namespace: str, but: int = -1) -> None:
-        """Evict until the limits of a namespace hold. but: a chunk that stays."""
+    def _evict(self, namespace: str, kept: int = -1) -> None:
+        """Evict caches until the limits of a namespace hold. kept: the id of a chunk to keep."""
         for limit, _, space in self._limits(namespace):
             over = self._taken(space) - limit
             while over > 0:
                 oldest = self.rows(
                     "SELECT id, digest, key, namespace, bytes FROM chunks WHERE state = ? "
                     "AND namespace = coalesce(?, namespace) AND id != ? ORDER BY used_at LIMIT 1",
-                    PRESENT, space, but,
+                    PRESENT, space, kept,
                 )  # fmt: skip
                 if not oldest:
                     break
@@ -244,7 +244,7 @@ class Index(Database):
                         self._count(namespace, digest, corrupt=1)
 
     def compare(self, file: ChunkFile) -> None:
-        """Raises StoreError, and makes the index anew, if its token ids are not a sound file's."""
+        """Raises StoreError, and rebuilds the index, if its token ids differ from a file's."""
         sql = "SELECT ids FROM chunks JOIN texts USING(id) WHERE key = ? AND digest = ?"
         with self.transaction() as connection:
             for (ids,) in connection.execute(sql, [file.key, file.layout.fingerprint.digest]):
@@ -252,15 +252,16 @@ class Index(Database):
                     raise ValueError(f"it holds other tokens of chunk {file.key} than its file")
 
     def delete(self, namespace: str, keys: Iterable[str], state: int | None = None) -> set[str]:
-        """Delete chunks of every fingerprint, with caches and texts; the keys that were there.
+        """Delete chunks of every fingerprint, with caches and texts; returns the keys that existed.
 
-        No cache that was begun before is kept, see `deletions`. state: of the chunks; None for any.
+        Caches whose computation began before are not kept, see `deletions`. state: of the chunks;
+        None for any.
         """
         gone = set()
         with self.transaction(writes=True) as connection:
             self.set(f"deletion {namespace}", secrets.randbits(62))
             for key in dict.fromkeys(keys):
-                # "+" has SQLite look up the key, rather than scan the namespace
+                # with "+" SQLite looks up the key, and does not scan the namespace
                 for chunk, digest, ids in self.rows(
                     "SELECT id, digest, ids FROM chunks LEFT JOIN texts USING(id) WHERE key = ? "
                     "AND +chunks.namespace = ? AND state = coalesce(?, state)",
@@ -288,7 +289,7 @@ class Index(Database):
     # -- budgets ----------------------------------------------------------------------------------
 
     def budget(self) -> tuple[int | None, dict[str, int]]:
-        """The most bytes of all caches, and those of single namespaces."""
+        """The most bytes of all caches, and of the caches of single namespaces."""
         found = dict(self.rows("SELECT name, value FROM settings WHERE name GLOB 'quota *'"))
         quota = {name.removeprefix("quota "): value for name, value in found.items()}
         return self.setting("max_bytes"), quota
@@ -306,7 +307,7 @@ class Index(Database):
                 self._evict(namespace)
 
     def _limits(self, namespace: str) -> list[tuple[int, str, str | None]]:
-        """Limits for the caches of a namespace: bytes, name, and its namespace (None for all)."""
+        """Limits that a namespace must keep: bytes, name, limited namespace (None for all)."""
         quota, most = self.setting(f"quota {namespace}"), self.setting("max_bytes")
         limits = (
             (quota, f"the quota of namespace {namespace!r}", namespace),
@@ -319,7 +320,7 @@ class Index(Database):
         sql = "SELECT coalesce(sum(bytes), 0) FROM chunks WHERE namespace = coalesce(?, namespace)"
         return int(self.rows(sql, namespace)[0][0])
 
-    # -- what requests used -----------------------------------------------------------------------
+    # -- use --------------------------------------------------------------------------------------
 
     def record(
         self, namespace: str, digest: str, used: Sequence[str], missed: Sequence[str] = ()
@@ -347,14 +348,14 @@ class Index(Database):
                 namespace, digest, number,
             )  # fmt: skip
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- the chunks that there are ----------------------------------------------------------------
 
     def keys(
         self, namespace: str, fingerprint: Fingerprint | None, *, are_present: bool = False
     ) -> list[str]:
-        """Sorted keys of the chunks whose text is known; are_present: and that have a cache.
+        """Sorted keys of the chunks whose text is known.
 
-        fingerprint: None for all.
+        fingerprint: None for all. are_present: whether they must have a cache.
         """
         rows = self.rows(
             "SELECT DISTINCT key FROM chunks WHERE namespace = ? AND state = coalesce(?, state) "
@@ -429,12 +430,12 @@ class Index(Database):
         return set(self.rows(sql, namespace))
 
     def is_shared(self, digest: str, key: str) -> bool:
-        """Whether a chunk was in the remote tier when this machine looked last."""
+        """Whether a chunk was in the remote tier when this machine last looked."""
         sql = "SELECT is_shared FROM chunks WHERE key = ? AND digest = ?"
         return self.rows(sql, key, digest) == [(1,)]
 
     def mark_shared(self, namespace: str, places: Collection[Place]) -> bool:
-        """Note that chunks are in the remote tier; whether one of them is known here."""
+        """Note that chunks are in the remote tier; returns whether one of them is known here."""
         sql = "UPDATE chunks SET is_shared = 1 WHERE digest = ? AND key = ? AND namespace = ?"
         with self.transaction(writes=True) as connection:
             marked = connection.executemany(sql, [(*place, namespace) for place in places])
@@ -453,7 +454,7 @@ class Index(Database):
         return found[0][0] if found else None
 
     def set(self, name: str, value: int | str | None, *, replace: bool = True) -> bool:
-        """Set a value; whether it was set. replace: whether in place of an earlier one."""
+        """Set a value; returns whether it was set. replace: whether to replace an earlier one."""
         sql = f"INSERT OR {'REPLACE' if replace else 'IGNORE'} INTO settings VALUES(?, ?)"
         with self.transaction(writes=True) as connection:
             return connection.execute(sql, [name, value]).rowcount > 0
@@ -467,7 +468,7 @@ class IndexedChunks:
         self.windows = index.windows_of(namespace, digest)
 
     def find(self, hashes: Iterable[int]) -> Found:
-        # The hash is keyed with both names already. CROSS and "+" have SQLite begin with `windows`.
+        # The hash is keyed with both names. With CROSS and "+" SQLite begins with `windows`.
         of_one = (
             "SELECT key, at, chunk FROM windows CROSS JOIN chunks ON id = chunk "
             f"WHERE hash = ? AND +namespace = ? AND +digest = ? LIMIT {MAX_PLACES}"

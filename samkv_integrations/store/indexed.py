@@ -1,4 +1,4 @@
-"""A store of chunk caches with an index: all that does not depend on where the caches are."""
+"""A store of chunk caches with an index: the methods that do not depend on where caches are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from samkv_integrations.store.windows import ChunkIndex
 
 @dataclass(frozen=True, kw_only=True)
 class FingerprintStats:
-    """What a store holds of one fingerprint in one namespace.
+    """The caches of one fingerprint in one namespace, in figures.
 
     bytes: of chunk files.
     hits, misses: chunks of prompts that had a cache, and that had none.
@@ -56,7 +56,7 @@ class FingerprintStats:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """What a store holds, in all and by fingerprint and namespace.
+    """The caches of a store, in figures: in total, and by fingerprint and namespace.
 
     max_bytes: the budget of all namespaces together; None for no limit.
     """
@@ -68,10 +68,10 @@ class StoreStats:
 
 
 class IndexedStore(IngestStore):
-    """A store with an index, which answers most questions.
+    """A store with an index.
 
-    A subclass keeps the caches: it has `put`, `open` and the notes. Besides the methods of
-    `IngestStore` there are those for commands, and for what links records and caches.
+    A subclass keeps the caches: it has `put`, `open` and the notes. This class adds methods to
+    `IngestStore` for commands, and for links between records and caches.
     """
 
     namespace: str = ""
@@ -126,7 +126,7 @@ class IndexedStore(IngestStore):
         return self.index.deletions(self.namespace)
 
     def check_delete(self, *keys: str) -> None:
-        """Raises StoreError if `delete` would, as far as that can be known before."""
+        """Raises StoreError if `delete` would, as far as that is known in advance."""
 
     def delete(self, *keys: str) -> int:
         check_keys(keys)
@@ -147,7 +147,7 @@ class IndexedStore(IngestStore):
         self.delete(*sorted(keys))
         return len(keys)
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- the chunks that there are --------------------------------------------------------------
 
     def keys(self, fingerprint: Fingerprint | None = None) -> list[str]:
         return self.index.keys(self.namespace, fingerprint, are_present=True)
@@ -177,7 +177,7 @@ class IndexedStore(IngestStore):
         return f"namespace {named} of {self.where} (give namespace=)"
 
     def stats(self, *, everyone: bool = False) -> StoreStats:
-        """What the store holds. everyone: of all namespaces, not only of this one."""
+        """The store in figures. everyone: whether for all namespaces, and not only this one."""
         made_by = {each.digest: each for each in self.index.fingerprints()}
         sums: dict[FingerprintStats, Counter[str]] = {}
         for namespace, digest, *figures in self.index.totals(None if everyone else self.namespace):
@@ -211,7 +211,7 @@ class IndexedStore(IngestStore):
             limit.
         quota: of single namespaces, by name.
 
-        Raises InvalidOption if one is no size, StoreError if it cannot be stored.
+        Raises InvalidOption if one is not a size, StoreError if it cannot be stored.
         """
         limit = None if max_bytes is None else bytes_of("max_bytes", max_bytes)
         self.index.set_budget(limit, quotas_of(quota))
@@ -229,12 +229,12 @@ class IndexedStore(IngestStore):
 
     @property
     def notes(self) -> Notes:
-        """The notes that all who share the caches see, on whatever machine."""
+        """The notes that are common to all machines that share the caches."""
         return self
 
 
 def quotas_of(quota: object) -> dict[str, int]:
-    """Bytes by namespace; None is no limit. Raises InvalidOption for what is no such mapping."""
+    """Bytes by namespace, without limits of None. Raises InvalidOption unless it is a mapping."""
     if quota is not None and not isinstance(quota, Mapping):
         raise InvalidOption(Given("quota", quota), "; it must be a mapping of namespaces to bytes")
     return {
@@ -246,12 +246,12 @@ def quotas_of(quota: object) -> dict[str, int]:
 
 def require(store: IngestStore, fingerprint: Fingerprint) -> None:
     """Raises `FingerprintMismatch` if a store has chunks, and none of this fingerprint."""
-    held = store.fingerprints()
-    if held and fingerprint.digest not in {each.digest for each in held}:
-        raise _mismatch(fingerprint, held, store.where)
+    known = store.fingerprints()
+    if known and fingerprint.digest not in {each.digest for each in known}:
+        raise _mismatch(fingerprint, known, store.where)
 
 
-def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> FingerprintMismatch:
+def _mismatch(wanted: Fingerprint, known: Sequence[Fingerprint], where: str) -> FingerprintMismatch:
     """Names the fields in which the most similar fingerprint differs, and the next step."""
     mine = asdict(wanted)
 
@@ -259,12 +259,12 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         fields = asdict(other).items()
         return {name: value for name, value in fields if name != "model" and value != mine[name]}
 
-    closest = min(held, key=lambda other: len(differing(other)))
+    closest = min(known, key=lambda other: len(differing(other)))
     there = differing(closest)
     if "weights" in there:  # another model: other differences follow from it
         there = {name: there[name] for name in ("weights", "dtype") if name in there}
     fields = ", ".join(
-        "chunks stand after another prefix there"
+        "its chunks were computed after another prefix"
         if name == "prefix"
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
@@ -278,7 +278,7 @@ def _mismatch(wanted: Fingerprint, held: Sequence[Fingerprint], where: str) -> F
         options.append("the prefix= and prefix_text= of the engine that filled it")
     instead = [part for option in options for part in (" and ", option)][1:]
     return FingerprintMismatch(
-        f"{where} holds no cache of the loaded model {wanted.model!r}; the closest it holds is of "
+        f"{where} holds no cache of the loaded model {wanted.model!r}; the closest cache is of "
         f"{closest.model!r}: {fields}; next step: ingest again",
         *([", or give ", *instead] if instead else ()),
     )

@@ -52,10 +52,10 @@ class MemoryChunk(StoredChunk):
         return self._chunk
 
     def verify(self) -> None:
-        """Does nothing, as do the others: there is no file."""
+        """Does nothing: there is no file to check."""
 
     def is_current(self) -> bool:
-        """True: whoever has the cache asks the store for it each time."""
+        """True: the cache is opened anew for each prompt."""
         return True
 
     def let_go(self) -> None: ...

@@ -43,7 +43,7 @@ class Objects:
 
     url: such as ``s3://bucket/prefix``. options: of the fsspec file system.
 
-    Raises InvalidOption if the URL names no place, MissingExtra if its file system is not
+    Raises InvalidOption if the URL has no bucket or folder, MissingExtra if its file system is not
     installed.
     """
 
@@ -67,7 +67,7 @@ class Objects:
         if "://" not in url or not root.strip("/"):
             raise InvalidOption(
                 Given("remote", url),
-                " names no place; give a URL with a bucket or folder, such as "
+                "; it must be a URL with a bucket or folder, such as "
                 "'s3://bucket/prefix' or 'file:///mnt/share/kv'",
             )
         self.url, self.root = url, root.rstrip("/")
@@ -85,7 +85,7 @@ class Objects:
         self._gone_until, self._why_gone = time.monotonic() + GONE_S, why
 
     def ask_again(self) -> None:
-        """Try the place again, although it failed a moment ago: for commands and deletions."""
+        """Let calls ask the place, although one has just failed: for commands and deletions."""
         self._gone_until = 0.0
 
     def gone(self) -> CacheMiss:
@@ -116,7 +116,7 @@ class Objects:
     def exists(self, path: str) -> bool:
         """Whether there is an object."""
         with suppress(FileNotFoundError), self._asked(FileNotFoundError):
-            self._fs.info(self._place(path))  # its exists() may take a failure for absence
+            self._fs.info(self._place(path))  # fsspec's exists() may report a failure as absence
             return True
         return False
 
@@ -137,7 +137,7 @@ class Objects:
         return []
 
     def remove(self, path: str) -> bool:
-        """Delete an object, even if the place failed a moment ago; whether there was one."""
+        """Delete an object, even if a call has just failed; returns whether it existed."""
         self.ask_again()
         if not self.exists(path):
             return False

@@ -32,19 +32,19 @@ from samkv_integrations.store.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.store.objects import ObjectInfo, Objects
 
 ASKED_S = 10.0
-"""Seconds that a question waits for a chunk."""
+"""Seconds that a question waits for a chunk of the remote tier."""
 
 REFRESH_S = 60.0
-"""Seconds between two looks for chunks that other machines have put or deleted."""
+"""Seconds after which chunks that other machines put or deleted are looked for again."""
 
 HEAD_BYTES = 1 << 18
 """Bytes read of a chunk file to index it: header, token ids and text, unless the text is long."""
 
 MOST_HEAD_BYTES = 1 << 25
-"""Bytes read if it is; a file with more before its entries is not indexed."""
+"""Bytes read if the text is long; a file with more before its entries is not indexed."""
 
 SLICE = 64
-"""New chunks whose heads are read at a time, so that the fetches of a question get their turn."""
+"""New chunks whose heads are read at a time; between them a question's fetches may run."""
 
 _MARKER = "store.json"
 _NAME = re.compile("[0-9a-f]{32}")
@@ -67,8 +67,8 @@ def objects_outside(url: str, options: Mapping[str, object], folder: Path) -> Ob
         if place.is_relative_to(own) or own.is_relative_to(place):
             raise InvalidOption(
                 Given("remote", url),
-                f" and {folder}, the folder of the store, lie in each other: other "
-                "machines would read the store's secret; name a place outside",
+                f"; it must lie outside the store's folder {folder}, and must not contain it: "
+                "other machines would read the store's secret; name another place",
             )
     return objects
 
@@ -87,8 +87,8 @@ class SharedTier:
     """The remote tier of a store's folder and namespace. Safe to use from many threads.
 
     Methods raise `CacheMiss` ("absent", or "io" if the place does not answer) unless they say
-    otherwise. Opening one that does not answer is no error. Raises StoreError if the place belongs
-    to a store with another secret or format.
+    otherwise. A place that does not answer can be opened. Raises StoreError if the place belongs to
+    a store with another secret or format.
     """
 
     def __init__(self, files: ChunkFolder, objects: Objects, namespace: str) -> None:
@@ -102,7 +102,7 @@ class SharedTier:
         )
         self._is_checked = False
         self._lock = threading.Lock()
-        self._coming: dict[Place, Future[int]] = {}
+        self._fetches: dict[Place, Future[int]] = {}
         self._refreshes_at = self._models_at = 0.0
         self.outage = Outage(_FAILS)
         try:
@@ -118,9 +118,9 @@ class SharedTier:
         """Check that the place is there, and has this store's secret and format.
 
         A place without a marker is new, and gets one. If this machine has used the place before,
-        it may be an empty folder where a share should be mounted: that counts as no answer, unless
-        ``begins``. Each marker has a random identity. If it has changed, the place was emptied or
-        replaced, and nobody deleted what is missing there: `push` puts it again.
+        it may be an empty folder where a share should be mounted: the place then counts as not
+        answering, unless ``begins``. Each marker has a random identity. If it has changed, the
+        place was emptied or replaced, and missing chunks were not deleted: `push` sends them again.
 
         Raises CacheMiss ("io"), or StoreError if the place belongs to another store.
         """
@@ -177,14 +177,14 @@ class SharedTier:
     # -- single chunks --------------------------------------------------------------------------
 
     def _path(self, place: Place) -> str:
-        """Path of a chunk's object. Raises CacheMiss for what is no key."""
+        """Path of a chunk's object. Raises CacheMiss for an invalid key."""
         digest, key = place
         if not (_NAME.fullmatch(digest) and _NAME.fullmatch(key)):
             raise CacheMiss("absent", repr(key))
         return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
 
     def has(self, digest: str, key: str) -> bool:
-        """Whether a chunk is there, or was when this machine looked last."""
+        """Whether a chunk is in the remote tier, or was when this machine last looked."""
         self.refresh_soon()
         with suppress(CacheMiss, StoreError):
             if self._index.is_shared(digest, key):
@@ -197,10 +197,10 @@ class SharedTier:
         """Begin to fetch a chunk, unless that has begun already."""
         place = (digest, key)
         with self._lock:
-            found = self._coming.get(place)
+            found = self._fetches.get(place)
             if found is None:
-                found = self._coming[place] = self.objects.pool.submit(self.bring, place)
-                found.add_done_callback(lambda _: self._coming.pop(place, None))
+                found = self._fetches[place] = self.objects.pool.submit(self.bring, place)
+                found.add_done_callback(lambda _: self._fetches.pop(place, None))
             return found
 
     def fetch(self, key: str, digest: str) -> None:
@@ -217,7 +217,7 @@ class SharedTier:
             raise CacheMiss("io", str(error)) from error
 
     def bring(self, place: Place) -> int:
-        """Fetch a chunk into the folder, all of it verified; its bytes, 0 if it is there.
+        """Fetch a chunk into the folder, verified; returns its bytes, 0 if it is there already.
 
         Raises CacheMiss or StoreError. A damaged object stays until the chunk is put again.
         """
@@ -248,7 +248,7 @@ class SharedTier:
         return ChunkFile(file, key, namespace=self._namespace, secret=self._files.secret)
 
     def share(self, place: Place) -> None:
-        """Send a chunk that was just put into the folder. If that fails, `push` does it later."""
+        """Send a chunk that was just put into the folder. If that fails, `push` sends it later."""
         try:
             self._read_marker()
             self.send(place)
@@ -256,7 +256,7 @@ class SharedTier:
             self.outage.tell(error)
 
     def send(self, place: Place) -> int:
-        """Copy a chunk of the folder; its bytes, 0 if it has gone. Raises also OSError."""
+        """Send a chunk of the folder; returns its bytes, 0 if it is gone. Also raises OSError."""
         file = self._files.file(place[1], place[0])
         try:
             with open_regular(file) as opened:
@@ -265,20 +265,20 @@ class SharedTier:
         except FileNotFoundError:  # evicted meanwhile
             return 0
         self.objects.write(self._path(place), data)
-        # A deletion deletes the chunk here first, and then there. One that was there already when
-        # the chunk was sent is seen here: its row is gone.
+        # A deletion deletes the chunk here first, then there. If it was there before the chunk was
+        # sent, the row of the chunk is gone here.
         if not self._mark([place]):
             self.objects.remove(self._path(place))
         return len(data)
 
     def _mark(self, places: Collection[Place]) -> bool:
-        """Note in the index that chunks are in the remote tier; whether it knows one of them."""
-        with suppress(StoreError):  # `push` sends again what is not marked
+        """Note in the index that chunks are in the remote tier; returns whether it knows one."""
+        with suppress(StoreError):  # `push` sends unmarked chunks again
             return self._index.mark_shared(self._namespace, places)
         return True
 
     def delete(self, keys: Collection[str]) -> set[str]:
-        """Delete chunks of every fingerprint; the keys that were there. Raises StoreError."""
+        """Delete chunks of every fingerprint; returns the keys that existed. Raises StoreError."""
         self.check_answers()
         with _answering("not all can be deleted from the remote tier"):
             places = [(d, k) for d in self._digests() for k in keys if _NAME.fullmatch(k)]
@@ -324,7 +324,7 @@ class SharedTier:
         self.check_answers()
         before = self._index.shared(self._namespace)
         listed = self.listed()  # after `before`: chunks that are put meanwhile are not deleted
-        with _answering():  # each is asked for: a list may lack what cannot be read
+        with _answering():  # one by one: a list may lack folders that cannot be read
             missing = before - listed.keys()
             gone = [place for place in missing if not self.objects.exists(self._path(place))]
         if gone:

@@ -20,7 +20,7 @@ from samkv_integrations.store.tier import SharedTier
 
 @dataclass(frozen=True, kw_only=True)
 class GcResult:
-    """What `gc` did. n_forgotten: texts that had lost their cache. bytes_freed: on disk."""
+    """The result of `gc`. n_forgotten: texts that had lost their cache. bytes_freed: on disk."""
 
     recovered: Recovered
     n_forgotten: int
@@ -38,7 +38,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """What `verify` found. n_bytes: bytes read. n_repaired: damaged caches that were deleted."""
+    """The result of `verify`. n_bytes: bytes read. n_repaired: deleted caches, all damaged."""
 
     n_chunks: int
     n_bytes: int
@@ -48,10 +48,10 @@ class VerifyResult:
 
 
 def gc(store: ChunkStore) -> GcResult:
-    """Delete what nobody will use, in all namespaces, while others may use the store.
+    """Delete garbage in all namespaces, while others may use the store.
 
-    That is: files of processes killed an hour ago or earlier, damaged files, and texts whose cache
-    is lost (not those of evicted caches). `ChromaLink.sync` deletes caches that no record uses.
+    Garbage is: files of processes killed an hour ago or earlier, damaged files, and texts whose
+    cache is lost (not those of evicted caches). `ChromaLink.sync` deletes caches without a record.
 
     Raises StoreError if the store cannot be used.
     """
@@ -105,7 +105,7 @@ def verify(store: ChunkStore, *, repair: bool = False, progress: bool = False) -
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What `push` or `pull` did. n_left: chunks that could not be copied, or did not fit."""
+    """The result of `push` or `pull`. n_left: chunks that were not copied, or did not fit."""
 
     n_chunks: int
     n_bytes: int
@@ -113,7 +113,7 @@ class Moved:
 
 
 def push(store: ChunkStore, *, progress: bool = False) -> Moved:
-    """Send the namespace's chunks that the remote tier lacks. If it was emptied, it begins anew.
+    """Send the namespace's chunks that the remote tier lacks. An emptied one begins anew.
 
     Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
     """

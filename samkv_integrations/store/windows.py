@@ -23,12 +23,12 @@ WINDOW = 8
 PICKED_OF = MIN_RUN - WINDOW + 1
 
 MAX_PLACES = 4
-"""Chunks that are tried for one window. If more share it, as a licence text, the others are found
-by windows of their own."""
+"""Chunks that are tried for one window. If more share it, such as one of a licence text, the others
+are found by windows of their own."""
 
 Ids = NDArray[np.int32]
 Place = tuple[str, int]
-"""Key of a chunk, and the first token of a window in it."""
+"""Key of a chunk, and the index of a window's first token in it."""
 
 Found = tuple[Mapping[int, Sequence[Place]], Mapping[str, Ids]]
 """Places of windows by hash, and token ids of chunks by key."""
@@ -78,7 +78,7 @@ class ChunkIndex(Protocol):
     windows: Windows
 
     def find(self, hashes: Iterable[int]) -> Found:
-        """At most `MAX_PLACES` of windows with each hash, and the token ids of their chunks."""
+        """At most `MAX_PLACES` places of each hash, and the token ids of their chunks."""
 
 
 class MemoryIndex:
@@ -91,7 +91,7 @@ class MemoryIndex:
         self._places: dict[int, dict[str, int]] = {}  # hash -> key -> where it occurs first
 
     def add(self, key: str, token_ids: Sequence[int]) -> None:
-        """Add a chunk, unless it is there."""
+        """Add a chunk, unless the index has it."""
         ids = np.asarray(token_ids, np.int32)
         with self._lock:
             if key not in self._ids:
@@ -100,7 +100,7 @@ class MemoryIndex:
                     self._places.setdefault(hashed, {})[key] = at
 
     def remove(self, key: str) -> None:
-        """Remove a chunk, if it is there."""
+        """Remove a chunk, if the index has it."""
         with self._lock:
             ids = self._ids.pop(key, None)
             for hashed in () if ids is None else self.windows.first_places(ids):

@@ -45,7 +45,7 @@ def test_a_chunk_that_no_prompt_will_find_is_told_once(caplog: pytest.LogCapture
     assert caplog.messages == []
     engine.cache_chunks(["# Prices", "# Times"])
     (told,) = caplog.messages
-    assert f"fewer than {MIN_RUN}" in told and "make longer chunks" in told
+    assert f"at least {MIN_RUN}" in told and "make longer chunks" in told
     assert engine.found_in("# Prices and # Times") == []
 
 

@@ -21,7 +21,7 @@ import pytest
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import StoreError
 from samkv_integrations.option import OnMiss
-from samkv_integrations.prompt.resolve import MAX_HELD
+from samkv_integrations.prompt.resolve import MAX_OPEN
 from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, engine_on
@@ -180,7 +180,7 @@ def test_one_that_is_lost_is_lost_wherever_it_is_named(engine: Engine) -> None:
 
 def many_chunks() -> list[str]:
     rng = random.Random(1)  # of texts that are alike, one may be found as a part of another
-    return ["".join(rng.choices("abcdefghij", k=45)) for _ in range(2 * MAX_HELD)]
+    return ["".join(rng.choices("abcdefghij", k=45)) for _ in range(2 * MAX_OPEN)]
 
 
 def test_a_prompt_holds_few_files(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_prompt_holds_few_files(tmp_path: Path) -> None:
 
     with engine.resolve("\n\n".join(texts)) as resolved:
         assert len(resolved.opened) == len(texts)
-        assert n_held() == MAX_HELD
+        assert n_held() == MAX_OPEN
     assert n_held() == 0
 
 

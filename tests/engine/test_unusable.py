@@ -30,7 +30,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("options", "expected"),
     [
         ({"store_bits": 8}, "store_bits is 4 here and 8 there; next step: ingest again, or give"),
-        ({"prefix": "none"}, "another prefix there.* next step: ingest again"),
+        ({"prefix": "none"}, "another prefix.* next step: ingest again"),
         ({"model": tiny_model("llama", torch.bfloat16)}, r"dtype is .*give dtype='bfloat16'"),
         ({"model": tiny_model("llama", seed=5)}, "weights is .*next step: ingest again"),
         ({"namespace": "team"}, "namespace '', but there are some in namespace 'team' of .*kv"),

@@ -69,7 +69,7 @@ def test_what_is_for_a_folder_needs_one(kind: Any, tmp_path: Path) -> None:
     llm = kind(model_name="builtin", kv_dir=tmp_path / "kv", max_bytes="20GB")
     assert llm.engine.store.index.budget()[0] == 20 * 10**9
     for kv_dir in (None, tmp_path / "kv"):
-        with pytest.raises(InvalidOption, match="max_bytes='20GX'; give a number of bytes"):
+        with pytest.raises(InvalidOption, match="max_bytes='20GX'; it must be a number of bytes"):
             kind(model_name="builtin", kv_dir=kv_dir, max_bytes="20GX")
 
 

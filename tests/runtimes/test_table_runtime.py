@@ -106,7 +106,7 @@ def test_what_needs_tensors_is_refused(engine: Engine, options: Any) -> None:
 
 
 def test_a_schema_is_refused_where_there_is_no_vocabulary_for_it(engine: Engine) -> None:
-    with pytest.raises(InvalidOption, match="cannot be held to a schema"):
+    with pytest.raises(InvalidOption, match="cannot follow a schema"):
         engine.generate(PROMPT, json_schema={"type": "object"})
 
 

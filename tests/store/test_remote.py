@@ -511,7 +511,7 @@ def test_the_environment_does_not_lock_out_of_a_folder_of_one_machine(
     monkeypatch.setenv("SAMKV_STORE_SECRET", SECRET.hex())
     assert ChunkStore(tmp_path / "own").secret == own
     assert ChunkStore(tmp_path / "new").secret == SECRET
-    with pytest.raises(StoreError, match="is a store of another secret"):
+    with pytest.raises(StoreError, match="is a store with another secret"):
         ChunkStore(tmp_path / "own", remote=f"file://{tmp_path}/place")
 
 
@@ -536,10 +536,10 @@ def test_the_secret_may_be_in_the_environment(
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("bucket/prefix", "names no place"),
-        ("s3://", "names no place"),
+        ("bucket/prefix", "must be a URL with a bucket"),
+        ("s3://", "must be a URL with a bucket"),
         ("nowhere://x", "Protocol not known: nowhere"),
-        ("", "names no place"),
+        ("", "must be a URL with a bucket"),
     ],
 )
 def test_a_url_that_is_none(url: str, message: str, tmp_path: Path) -> None:

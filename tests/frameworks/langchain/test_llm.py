@@ -334,7 +334,7 @@ class TestArguments:
             ({"method": "magic"}, "method 'magic'"),
             ({"store_bits": 3}, "store_bits=3; allowed: 4, 8, 16"),
             ({"store_bits": 8}, "store_bits=8.* that was given has 4"),
-            ({"stopping_ids": [10**6]}, "stop id 1000000 is no token"),
+            ({"stopping_ids": [10**6]}, "stop id 1000000; it must be a token id"),
             ({"model": "other"}, "model_name='other'.*'builtin'"),
             ({"kv_dir": "elsewhere"}, "kv_dir='elsewhere'"),
             ({"device_map": "cuda"}, "device_map='cuda'.*'cpu'"),

@@ -121,7 +121,7 @@ class TestStoppingIds:
     @pytest.mark.parametrize("wrong", [None, -1, 10**6, "</s>"])
     def test_what_is_no_token(self, corpus: Corpus, wrong: Any) -> None:
         # convert_tokens_to_ids gives None for a token that it does not know
-        with pytest.raises(InvalidOption, match="stop id .* is no token of 'builtin'"):
+        with pytest.raises(InvalidOption, match="stop id .* must be a token id of 'builtin'"):
             corpus.llm(stopping_ids=[wrong])
 
 

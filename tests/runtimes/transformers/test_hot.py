@@ -315,7 +315,7 @@ def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hot_bytes", [-1, 1.5, "1 apple", True])
 def test_what_is_no_size_is_refused(tmp_path: Path, hot_bytes: Any) -> None:
-    with pytest.raises(InvalidOption, match=f"^hot_bytes={hot_bytes!r}; give a number of bytes"):
+    with pytest.raises(InvalidOption, match=f"^hot_bytes={hot_bytes!r}; it must be a number of"):
         engine_on(tmp_path, hot_bytes=hot_bytes)
 
 
