@@ -233,7 +233,9 @@ def _remains(
     if n_exact == n_held and is_exact:
         n_exact = layout.n_tokens
     elif n_exact == n_held and int(layout.context_positions[0]) >= n_held + LEAST:
-        n_exact = int(layout.context_positions[0])  # fewer may be computed faster, not exactly
+        n_exact = int(
+            layout.context_positions[0]
+        )  # a pass over fewer tokens may take faster products, which round
 
     n_asked, n_before = request.n_asked, max(n_held, prompts[-1].stop if prompts else 0)
     begins = (
