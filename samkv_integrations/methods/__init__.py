@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from samkv_integrations.errors import UnknownOption
+from samkv_integrations.errors import InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.methods.base import Method
 from samkv_integrations.methods.table import Table
 
@@ -52,3 +52,19 @@ def get_method(name: str | Method) -> Method:
     if not isinstance(name, str) or name not in METHODS:
         raise UnknownOption.among("method", name, METHODS)
     return METHODS[name]
+
+
+def names_by_tokens() -> list[str]:
+    """Names of the methods that any runtime can run, in the order of `METHODS`.
+
+    Methods that cannot be loaded are left out, such as those that need an extra.
+    """
+    names = []
+    for name in METHODS:
+        try:
+            method = METHODS[name]
+        except (InvalidOption, MissingExtra):
+            continue
+        if method.is_by_tokens:
+            names.append(name)
+    return names

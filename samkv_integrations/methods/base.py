@@ -21,7 +21,6 @@ import numpy as np
 
 from samkv_integrations.errors import Given, InvalidOption, UnknownOption
 from samkv_integrations.methods.eviction import Eviction
-from samkv_integrations.prompt.layout import Layout
 
 if TYPE_CHECKING:
     from samkv_integrations.prompt.layout import Layout, Mask
@@ -70,7 +69,10 @@ class Recompute(ABC):
         return frozenset()
 
     def most_ratio(self, n_context: int, n_chunks: int) -> float:
-        """An upper bound of the recomputed share of the context."""
+        """An upper bound of the recomputed share of the context.
+
+        Estimates take the bound for the share: with 1.0 they see no gain in caches.
+        """
         return 1.0
 
     @abstractmethod

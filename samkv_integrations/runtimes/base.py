@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samkv_integrations.errors import CacheMiss, InvalidOption
-from samkv_integrations.methods import Method
+from samkv_integrations.methods import Method, names_by_tokens
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.option import DEFAULT_STORE_BITS
@@ -349,7 +349,7 @@ class Runtime(ModelText):
         if not method.is_by_tokens:
             raise InvalidOption(
                 f"method {method.name!r} needs the transformers runtime, and {self.name!r} runs on "
-                f"{type(self).__name__}; choose 'auto', 'reuse', 'epic' or 'recompute'"
+                f"{type(self).__name__}; choose one of {', '.join(names_by_tokens())}"
             )
         if eviction is not None:
             raise InvalidOption(

@@ -29,10 +29,19 @@ OF_LLMS = {
 }  # fmt: skip
 
 
+def flags_of(group: type) -> set[str]:
+    return {name for name, (_, option) in declared(group).items() if option.has_flag}
+
+
+FLAGS_OF_ENGINES = flags_of(options.EngineOptions)
+FLAGS_OF_ANSWERS = flags_of(options.AnswerOptions)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
 @pytest.fixture
 def table_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Writes the table of a class into the API reference."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    monkeypatch.syspath_prepend(DOCS)
     monkeypatch.delitem(sys.modules, "fields", raising=False)
     found: Callable[[str], str] = importlib.import_module("fields").table_of
     return found
@@ -50,12 +59,9 @@ class TestAllThatThereAre:
     def test_are_flags(self, command: str) -> None:
         found: Any = typer.main.get_command(app)
         known = {each.name for each in found.commands[command].params}
-        flags = {n for n, (_, each) in declared(options.EngineOptions).items() if each.has_flag}
-        assert flags == {"hot_bytes", "prefix_bytes"} <= known
+        assert "hot_bytes" in FLAGS_OF_ENGINES and FLAGS_OF_ENGINES <= known
         if command == "ask":
-            of_answers = declared(options.AnswerOptions).items()
-            flags = {name for name, (_, each) in of_answers if each.has_flag}
-            assert flags == {"draft", "on_miss", "timeout"} <= known
+            assert "timeout" in FLAGS_OF_ANSWERS and FLAGS_OF_ANSWERS <= known
 
     def test_are_fields_of_the_server(self) -> None:
         for name in declared(options.AnswerOptions):
@@ -68,6 +74,15 @@ class TestAllThatThereAre:
             shown = table_of(f"{options.__name__}.{group}")
             for name, (_, option) in declared(getattr(options, group)).items():
                 assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown
+
+    @pytest.mark.parametrize("page", ["frameworks.md", "server.md"])
+    def test_of_answers_are_on_the_pages(self, page: str) -> None:
+        """Those that users give by a field or a flag."""
+        text = (DOCS / page).read_text(encoding="utf-8")
+        of_users = (OF_LLMS.keys() & declared(options.AnswerOptions)) | FLAGS_OF_ANSWERS
+        of_users |= declared(options.SamplingOptions).keys() - {"max_new_tokens"}
+        missing = {name for name in of_users if f"`{name}`" not in text}
+        assert not missing, f"name them in docs/{page}"
 
     def test_are_arguments_of_an_engine(self) -> None:
         with pytest.raises(UnknownOption, match=r"'hotbytes'.*did you mean 'hot_bytes'"):

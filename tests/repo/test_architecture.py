@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,17 @@ def test_every_room_has_a_floor() -> None:
     placed = [name for floor in FLOORS for name in floor]
     assert len(placed) == len(set(placed))
     assert {room(module) for module in SOURCES} == set(placed)
+
+
+def test_the_page_has_the_floors() -> None:
+    """If this fails, put the floors into the table of the page."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    shown: dict[int, set[str]] = {}
+    for number, cell in re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE):
+        names = {name.replace("/", ".") for name in re.findall(r"`([^`]+)`", cell)}
+        names = {"" if name == PACKAGE else name for name in names}
+        shown.setdefault(int(number), set()).update(names)
+    assert shown == dict(enumerate(FLOORS, 1))
 
 
 def test_no_folder_is_too_full() -> None:

@@ -17,7 +17,8 @@ from samkv_integrations import Engine
 from samkv_integrations.runtimes.transformers.eviction import StreamingLLM
 from tests.support.models import tiny_model
 
-TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CHUNKS = [f"the {name} of number {name} is at the {name}, " * 3 for name in ("mill", "inn", "quay")]
 CHUNKS = [chunk.strip() for chunk in CHUNKS]
 PROMPT = f"A guide: {' and '.join(CHUNKS)} Where is the inn?"
@@ -54,6 +55,14 @@ def test_its_limits_are_methods_that_are_known(
     assert not torch.allclose(found, engine.logits(PROMPT, CHUNKS, method=example.TAIL), atol=1e-3)
 
 
+def test_its_bound_holds(engine: Engine, example: Any) -> None:
+    """Estimates take the bound for the share, so it should be as near as it can."""
+    report = engine.generate(PROMPT, CHUNKS, method=example.TAIL, max_new_tokens=2).report
+    bound = example.TAIL.recompute.most_ratio(report.context_tokens, len(CHUNKS))
+    assert report.recompute_ratio == pytest.approx(bound)
+    assert example.TAIL.recompute.most_ratio(8, 3) == 1.0
+
+
 def test_it_recomputes_what_it_says(engine: Engine, example: Any) -> None:
     report = engine.generate(PROMPT, CHUNKS, method=example.TAIL, max_new_tokens=2).report
     assert report.recompute_ratio == 16 * len(CHUNKS) / report.context_tokens
@@ -84,6 +93,13 @@ def test_the_eviction_is_streaming_llm_without_sinks(engine: Engine, example: An
     assert recent.text == known.text
     assert recent.report.decode_kv_bytes == known.report.decode_kv_bytes
     assert recent.report.decode_kv_bytes < recent.report.kv_bytes
+
+
+def test_the_commands_run_tests_that_exist() -> None:
+    commands = re.findall(r"`pytest (tests/[^`]+)`", TEXT)
+    assert len(commands) >= 6  # methods of both kinds, evictions, options, listeners, runtimes
+    named = {path for command in commands for path in command.split()}
+    assert not {path for path in named if not (ROOT / path).exists()}
 
 
 def test_the_listener_counts_misses(example: Any) -> None:

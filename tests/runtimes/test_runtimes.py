@@ -16,7 +16,7 @@ OF_ANOTHER = """
 from samkv_integrations import Engine
 from samkv_integrations.runtimes import RUNTIMES
 
-assert list(RUNTIMES) == ["transformers", "table"], list(RUNTIMES)
+assert list(RUNTIMES)[-1] == "table", list(RUNTIMES)
 import sys
 assert "torch" not in sys.modules
 engine = Engine.from_pretrained("anything", runtime="table", method="reuse")
