@@ -487,15 +487,15 @@ def test_a_broken_cache_begins_the_eviction_anew(tmp_path: Path) -> None:
         (lambda: H2O(budget_ratio=1.5), "at most 1"),
         (lambda: H2O(budget_tokens=1), "budget_tokens=1 of 'h2o'.* whole number from 2 on"),
         (lambda: H2O(budget_tokens=9.5), "budget_tokens=9.5"),
-        (lambda: StreamingLLM(budget_tokens=4), "at least 5 entries"),
+        (lambda: StreamingLLM(budget_tokens=4), "a whole number from 5 on"),
         (lambda: StreamingLLM(budget_tokens=9, sinks=-1), "sinks=-1 of 'streaming-llm'"),
-        (lambda: SnapKV(budget_tokens=32), "at least 33 entries"),
+        (lambda: SnapKV(budget_tokens=32), "a whole number from 33 on"),
         (lambda: SnapKV(budget_ratio=0.2, window=0), "window=0 of 'snapkv'.* from 1 on"),
         (lambda: SnapKV(budget_ratio=0.2, kernel=0), "kernel=0 of 'snapkv'"),
         (lambda: SnapKV(budget_ratio=0.2, kernel=4), "must be odd.* give 3 or 5"),
         (lambda: PyramidKV(budget_ratio=0.2, beta=0), "beta=0 of 'pyramidkv'"),
-        (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* at least 33"),
-        (lambda: SageKV(budget_tokens=3), "at least 4 entries"),
+        (lambda: PyramidKV(budget_tokens=32), "of 'pyramidkv'.* from 33 on"),
+        (lambda: SageKV(budget_tokens=3), "a whole number from 4 on"),
         (lambda: InfLLM(budget_tokens=142), "budget_tokens=142 of 'infllm'.* from 143 on"),
         (lambda: InfLLM(budget_ratio=0.5, first=-1), "first=-1 of 'infllm'"),
         (lambda: InfLLM(budget_ratio=0.5, block=0), "block=0 of 'infllm'"),
@@ -512,7 +512,7 @@ def test_a_rule_that_neither_drops_nor_chooses() -> None:
         name, paper, summary = "mine", "-", "nothing"
         min_tokens = 1  # type: ignore[assignment]
 
-    with pytest.raises(InvalidOption, match=r"'mine' is a Mine, .*subclass DroppingEviction or"):
+    with pytest.raises(InvalidOption, match=r"'mine' is a Mine; .*subclass DroppingEviction or"):
         get_eviction(Mine(budget_ratio=0.1))
 
 

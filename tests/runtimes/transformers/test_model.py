@@ -226,7 +226,7 @@ class TestEndIds:
 
     @pytest.mark.parametrize("wrong", [None, -1, 262, 1.0, "</s>", True])
     def test_what_is_no_token(self, wrong: Any) -> None:
-        with pytest.raises(InvalidOption, match="no token of 'tiny-llama', whose ids are 0 to 261"):
+        with pytest.raises(InvalidOption, match="it must be a token id of 'tiny-llama', 0 to 261"):
             tiny_model().end_ids([5, wrong])
 
     def test_they_end_an_answer(self) -> None:
