@@ -14,10 +14,11 @@ AHEAD = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A job that is no answer: a call of `Scheduler.run`."""
+    """A job that is no answer: a call of `Scheduler.run`. fail: tells its caller an error."""
 
     owner: str
     call: Callable[[], None]
+    fail: Callable[[BaseException], None]
 
 
 Job = RunningAnswer | Call
