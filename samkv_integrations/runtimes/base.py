@@ -330,7 +330,7 @@ class Runtime(ModelText):
 
     def reader(self, store: IngestStore, hot_bytes: int | str | None) -> ChunkReader:
         """What opens the caches of a store; hot_bytes: memory for those that it may hold."""
-        return ChunkReader(store)
+        return ChunkReader(store, self.cache_shape)
 
     def hot_budget(self, hot_bytes: int | str | None) -> int:
         """Bytes of memory for caches that an engine's option ``hot_bytes`` stands for.
