@@ -28,7 +28,7 @@ from samkv_integrations.errors import (
 from samkv_integrations.prompt.rag_template import bodies_of
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.runtimes.base import Made, Runtime
-from samkv_integrations.store.base import IngestStore, Outage, StoredChunk
+from samkv_integrations.store.base import IngestStore, Outage, StoredChunk, of_shape
 from samkv_integrations.store.chunk import BlockScheme, ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.store.chunk_file import FileLayout
 from samkv_integrations.store.indexed import require
@@ -254,7 +254,8 @@ class Chunks:
             if self.store.contains(ref.key, self.fingerprint):
                 return True  # in the remote tier: verified when it is opened
         try:
-            with self.store.open(ref.key, self.fingerprint, ref.token_ids) as chunk:
+            opened = self.store.open(ref.key, self.fingerprint, ref.token_ids)
+            with of_shape(opened, self.model.cache_shape) as chunk:
                 if depth == "whole":
                     chunk.verify()
         except CacheMiss as miss:

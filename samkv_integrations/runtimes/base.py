@@ -330,7 +330,7 @@ class Runtime(ModelText):
 
     def reader(self, store: IngestStore, hot_bytes: int | str | None) -> ChunkReader:
         """The reader that opens a store's caches. hot_bytes: memory for hot chunks."""
-        return ChunkReader(store)
+        return ChunkReader(store, self.cache_shape)
 
     def hot_budget(self, hot_bytes: int | str | None) -> int:
         """Bytes of hot chunks that the engine's option ``hot_bytes`` allows.

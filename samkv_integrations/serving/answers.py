@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,6 +30,9 @@ from samkv_integrations.serving.draft import PromptLookup
 from samkv_integrations.serving.first_token import first_token
 
 FinishReason = Literal["stop", "length"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class Abandoned(Exception):
@@ -254,21 +258,34 @@ class RunningAnswer:
     def fail(self, error: BaseException) -> None:
         """Pass ``error`` to the reader, after the pieces that are already put."""
         self.is_complete = True
-        if self._kept is not None:  # its entries have grown with the answer
+        self._drop_kept()
+        if self.sequence is not None:
+            with suppress(Exception):  # a sequence that fails may not tell its size
+                self._put("")  # the figures so far
+        self.pieces.put(error)
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:  # its tensors have grown with the answer
             self.request.drop(self._kept)
             self._kept = None
-        if self.sequence is not None:
-            self._put("")  # the figures so far
-        self.pieces.put(error)
 
     def release(self) -> None:
         """End the answer and free its entries; those of an abandoned answer are kept first."""
-        self._keep()
-        if self.sequence is None:
-            self.request.resolved.close()
-        else:
-            self.sequence.close()
-        self.sequence = None
+        kept = self._kept
+        try:
+            self._keep()
+        except Exception:  # it would save a later prompt time
+            _log.warning("an abandoned answer is not kept in memory", exc_info=True)
+            self._kept = kept
+            self._drop_kept()
+        sequence, self.sequence = self.sequence, None
+        try:
+            if sequence is None:
+                self.request.resolved.close()
+            else:
+                sequence.close()
+        except Exception:  # nobody reads the answer any more
+            _log.exception("an answer's memory could not be freed")
 
     def _put(self, text: str, finish_reason: FinishReason | None = None) -> None:
         assert self.sequence is not None

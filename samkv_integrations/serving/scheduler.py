@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from samkv_integrations.serving.answers import Abandoned, RunningAnswer
 from samkv_integrations.serving.turns import Call, Job, Limits, Turns
 
 _Made = TypeVar("_Made")
+
+_log = logging.getLogger(__name__)
 
 PASS_SHARE = 4
 """A pass gets so many times the model time of the steps that interrupt it."""
@@ -133,7 +136,11 @@ class Scheduler:
             except BaseException as error:
                 done.set_exception(error)
 
-        thread.arriving.put(Call(owner=owner, call=call))
+        def fail(error: BaseException) -> None:
+            if not done.done():
+                done.set_exception(error)
+
+        thread.arriving.put(Call(owner=owner, call=call, fail=fail))
         try:
             return done.result()
         finally:
@@ -197,14 +204,35 @@ class _ModelThread:
         is_busy = True
         with self._model.thread():
             while not self._is_stopped:
-                self._receive(wait=not is_busy)
-                self._remove_ended()
-                self._model.use_threads(self.n_threads)
-                job = self._turns.next(self._waiting, self.running, None)
-                if job is not None:
-                    self._run_job(job)
-                is_busy = self._step() or job is not None
+                try:
+                    is_busy = self._turn(wait=not is_busy)
+                except BaseException as error:  # else all who wait would wait for ever
+                    _log.exception("the model's thread failed; what it was asked for fails")
+                    self._fail_all(error)
+                    is_busy = True
         atexit.unregister(self.stop)
+
+    def _turn(self, *, wait: bool) -> bool:
+        """At most one job, then a step; whether there was anything to do."""
+        self._receive(wait=wait)
+        self._remove_ended()
+        self._model.use_threads(self.n_threads)
+        job = self._turns.next(self._waiting, self.running, None)
+        if job is not None:
+            self._run_job(job)
+        return self._step() or job is not None
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Tell ``error`` to all who wait."""
+        self.pass_began = self._current = self._paused = None
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            if isinstance(job, RunningAnswer):
+                self._end_waiting(job)
+            job.fail(error)
+        for answer in self.running:
+            if not answer.is_complete:
+                answer.fail(error)  # and `_remove_ended` releases it
 
     def _receive(self, *, wait: bool) -> None:
         """Queue the jobs that have arrived. wait: whether to wait for the first."""
@@ -312,10 +340,9 @@ class _ModelThread:
         for answer in batch:
             assert answer.sequence is not None
             # entries that a rule evicts during a step cannot be restored
-            if answer.sequence.can_rewind:
-                error = self._decode([answer])
-            if error is not None:
-                answer.fail(error)
+            own = self._decode([answer]) if answer.sequence.can_rewind else error
+            if own is not None:
+                answer.fail(own)
                 self.running.remove(answer)
                 answer.release()  # its memory, for the others
         return True

@@ -14,10 +14,11 @@ AHEAD = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A job that runs a function, see `Scheduler.run`."""
+    """A job that runs a function, see `Scheduler.run`. fail: raises an error for its caller."""
 
     owner: str
     call: Callable[[], None]
+    fail: Callable[[BaseException], None]
 
 
 Job = RunningAnswer | Call

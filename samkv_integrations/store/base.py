@@ -11,9 +11,10 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.store.chunk import (
     CacheArray,
+    CacheShape,
     ChunkBlocks,
     ChunkCache,
     ChunkRef,
@@ -33,6 +34,7 @@ class StoredChunk(Protocol):
     modify them.
 
     token_ids: (T,) int32.
+    shape: of its arrays, as its file has them.
     size: bytes of all arrays in its file; 0 for a cache in memory.
     bytes_read: so far; from a file, with header and MACs.
     """
@@ -42,6 +44,7 @@ class StoredChunk(Protocol):
     n_tokens: int
     blocks: ChunkBlocks
     token_ids: NDArray[np.int32]
+    shape: CacheShape
     size: int
     bytes_read: int
 
@@ -237,17 +240,29 @@ class IngestStore(Store, Notes, Protocol):
         """If the default namespace is empty: namespaces of the store that have caches, in words."""
 
 
+ShapeOf = Callable[[Fingerprint, int], CacheShape]
+"""The arrays that a runtime reads, see `Runtime.cache_shape`."""
+
+
+def of_shape(stored: StoredChunk, shape: ShapeOf) -> StoredChunk:
+    """``stored``. Raises CacheMiss, and closes it, if its arrays are not those that are read."""
+    if stored.shape == shape(stored.fingerprint, stored.n_tokens):
+        return stored
+    stored.close()
+    raise CacheMiss("corrupt", f"chunk {stored.key} has other arrays than the model reads")
+
+
 class ChunkReader:
     """Opens the caches of a store for answers. A runtime may keep hot chunks in memory."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, shape: ShapeOf) -> None:
+        self._store, self._shape = store, shape
 
     def open(
         self, key: str, fingerprint: Fingerprint, token_ids: Sequence[int] | None = None
     ) -> StoredChunk:
-        """As `Store.open`."""
-        return self._store.open(key, fingerprint, token_ids)
+        """As `Store.open`; a cache with other arrays is a miss, too."""
+        return of_shape(self._store.open(key, fingerprint, token_ids), self._shape)
 
     def warm(self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint) -> None:
         """Begin to read chunks that a question will use, in other threads."""

@@ -308,7 +308,7 @@ class ChunkFile:
         try:
             self._opened = _identity(self._file)
             layout = self.layout = self._read_layout(key, fingerprint, namespace)
-            self.fingerprint = fingerprint or layout.fingerprint
+            self.fingerprint, self.shape = fingerprint or layout.fingerprint, layout.shape
             self.n_tokens, self.blocks, self.size = layout.n_tokens, layout.blocks, layout.size
             rest = bytearray(layout.arrays["macs"].stop - MAC_BYTES)
             self._read(MAC_BYTES, memoryview(rest))

@@ -21,7 +21,7 @@ class MemoryChunk(StoredChunk):
     def __init__(self, chunk: ChunkCache, fingerprint: Fingerprint) -> None:
         self.key, self.fingerprint = chunk.key, fingerprint
         self.n_tokens, self.blocks = chunk.n_tokens, chunk.blocks
-        self.token_ids = chunk.token_ids
+        self.token_ids, self.shape = chunk.token_ids, chunk.shape
         self.size, self.bytes_read = 0, chunk.token_ids.nbytes
         self._chunk = chunk
 

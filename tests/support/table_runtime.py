@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samkv_integrations.errors import CacheMiss
 from samkv_integrations.options import Sampling
 from samkv_integrations.prompt.quoting import SpecialTokens
 from samkv_integrations.runtimes.base import (
     Begun,
+    ChunkLost,
     Logits,
     Observer,
     PromptPass,
@@ -173,7 +175,10 @@ class TableRuntime(Runtime):
             for index, stored in enumerate(work.caches.opened):
                 at = layout.token_range[index]
                 rows = np.empty((stored.n_tokens, 4), np.uint8)
-                stored.read_layers(0, [rows])
+                try:
+                    stored.read_layers(0, [rows])
+                except CacheMiss as miss:
+                    raise ChunkLost(stored, miss) from miss
                 ids = rows.view(np.int32)[:, 0]
                 entries[layout.context_positions[at.start : at.stop]] = ids[
                     layout.offset_in_chunk[at.start : at.stop]

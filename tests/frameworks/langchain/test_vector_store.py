@@ -117,7 +117,12 @@ class TestAdd:
             (["a"], TEXTS[:2], InvalidOption, "1 ids, 2 texts"),
             (["a", "b"], [TEXTS[0], ""], InvalidChunk, "document 'b' holds no text; leave"),
             (["a", "b"], [TEXTS[0], " \n"], InvalidChunk, "document 'b' holds no text; leave"),
-            (["a", "b"], [TEXTS[0], None], InvalidChunk, "document 'b' is a NoneType; it must be a string"),
+            (
+                ["a", "b"],
+                [TEXTS[0], None],
+                InvalidChunk,
+                "document .b. is a NoneType; it must",
+            ),
             (["a", "b"], [TEXTS[0], "word " * 5000], InvalidChunk, "longer than the .* split it"),
             (None, TEXTS[0], InvalidOption, r"is one text; give a list"),
         ):

@@ -94,7 +94,8 @@ class HotChunks(ChunkReader):
     def __init__(
         self, store: Store, max_bytes: int = 0, devices: Collection[torch.device] = ()
     ) -> None:
-        self.max_bytes, self._store = max_bytes, store
+        super().__init__(store, cache_shape)
+        self.max_bytes = max_bytes
         on_gpu = {device for device in devices if device.type == "cuda"}
         self._is_pinned = bool(on_gpu) and torch.cuda.is_available()
         self._gpu = on_gpu.pop() if len(on_gpu) == len(set(devices)) == 1 else None
@@ -121,9 +122,9 @@ class HotChunks(ChunkReader):
             self.sweep()
             found = None
         if found is None:
-            return self._store.open(key, fingerprint, token_ids)
+            return super().open(key, fingerprint, token_ids)
         if token_ids is not None and found.cache.token_ids.tolist() != list(token_ids):
-            return self._store.open(key, fingerprint, token_ids)  # which raises the reason
+            return super().open(key, fingerprint, token_ids)  # which raises the reason
         hot = found
         if hot.copied and hot.copied[-1].query():  # type: ignore[no-untyped-call]
             hot = replace(hot, copied=())
@@ -208,7 +209,7 @@ class HotChunks(ChunkReader):
         self._reads.pop((pid, place), None)
 
     def _read(self, place: Place, fingerprint: Fingerprint) -> None:
-        with suppress(CacheMiss), self._store.open(place[1], fingerprint) as stored:
+        with suppress(CacheMiss), super().open(place[1], fingerprint) as stored:
             if (entries := self.room_for(stored)) is not None:
                 stored.read_layers(0, [*entries.numpy()])
                 self.keep(stored, entries)
