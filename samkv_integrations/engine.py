@@ -346,19 +346,23 @@ class Engine:
             owner = options.get("owner", "")
             request = self.request(resolved, settings, began=began, owner=owner)
             request.look_up()  # here, so that the model's thread need not wait for files
+            request.times.announce_s = self._take_announced(resolved)
+            request.times.read = time.perf_counter()
+            return AnswerStream(self.scheduler, request, audience)
         except BaseException as error:
             if resolved is not None:
                 resolved.close()
             audience.tell(error=error)
             raise
-        announced: dict[str, float] = {}  # seconds that `announce` took for chunks of the prompt
+
+    def _take_announced(self, resolved: Resolved) -> float:
+        """Seconds that `announce` took for chunks of the prompt; each counts once."""
+        announced: dict[str, float] = {}
         for chunk in resolved.chunks:
             if (seconds := self._announced.take(chunk.key)) is not None:
                 announced[chunk.key] = seconds
             chunk.computed_now |= chunk.key in announced
-        request.times.announce_s = sum(announced.values())
-        request.times.read = time.perf_counter()
-        return AnswerStream(self.scheduler, request, audience)
+        return sum(announced.values())
 
     def logits(
         self,
