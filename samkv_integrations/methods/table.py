@@ -74,7 +74,7 @@ class Table(Mapping[str, T], Generic[T]):
         whose = f"{self._kind} {point.name!r} of the distribution {_distribution(point)!r}"
         try:
             loaded = point.load()
-        except Exception as error:  # whatever the module does when it is imported
+        except (Exception, SystemExit) as error:  # whatever the module does when it is imported
             raise InvalidOption(
                 f"{whose} could not be loaded from {point.value!r} "
                 f"({type(error).__name__}: {error}); repair or uninstall the distribution, or "

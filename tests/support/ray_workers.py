@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samkv_integrations.chunks import caching as chunks_module
 from samkv_integrations.frameworks.engine_args import ModelSource
 from samkv_integrations.ingest.cluster import CacheWorker
-from samkv_integrations.runtimes.transformers.passes.prefill import prefill
+from samkv_integrations.runtimes.transformers import Model
 from samkv_integrations.store.disk import ChunkStore
 
 PUTS = 2
@@ -31,15 +30,18 @@ class WatchedWorker(CacheWorker):
         self._folder = Path(source.kv_dir).parent
         deadly = self._folder / "deadly"
         self._deadly = deadly.read_text() if deadly.is_file() else None
-        chunks_module.prefill = self._prefill
+        Model.prefill = self._watched(Model.prefill)
         ChunkStore.put = self._killed_at(ChunkStore.put)
 
-    def _prefill(self, model: Any, batch: Any, *rest: Any) -> Any:
-        if any(chunk.text == self._deadly for chunk in batch):
-            end_self()
-        with (self._folder / "computed").open("a") as log:
-            log.write("".join(f"{os.getpid()} {chunk.key}\n" for chunk in batch))
-        return prefill(model, batch, *rest)
+    def _watched(self, prefill: Any) -> Any:
+        def watched(model: Model, chunks: Any, *rest: Any) -> Any:
+            if any(chunk.text == self._deadly for chunk in chunks):
+                end_self()
+            with (self._folder / "computed").open("a") as log:
+                log.write("".join(f"{os.getpid()} {chunk.key}\n" for chunk in chunks))
+            return prefill(model, chunks, *rest)
+
+        return watched
 
     def _killed_at(self, put: Any) -> Any:
         n_put = 0
