@@ -32,7 +32,11 @@ NEEDED = frozenset(("block_means", "local_query", "anchor_mean", "statistics"))
 """What a part may need of a chunk besides its KV entries."""
 
 
-class Select(ABC):  # noqa: B024  # a runtime's own classes say how blocks are chosen
+Tensor = Any
+"""A tensor of the runtime that runs the method. Only parts that need that runtime look inside."""
+
+
+class Select(ABC):
     """Chooses the blocks of the context to keep at each layer.
 
     needs: names in `NEEDED`; each is read from the caches, and counts in ``bytes_read``.
@@ -45,6 +49,24 @@ class Select(ABC):  # noqa: B024  # a runtime's own classes say how blocks are c
     def needs(self) -> frozenset[str]:
         return frozenset()
 
+    def probe_blocks(self, layout: Any) -> Tensor | None:  # noqa: ANN401
+        """(Nb,) bool: the blocks that a probe attends to; None, the default, for no probe.
+
+        A probe is a pass of the uncached tokens, for `score`. layout: the runtime's own.
+        """
+        return None
+
+    def score(self, probed: Any, layout: Any) -> Tensor:  # noqa: ANN401
+        """The scores of one layer of the probe, for `choose`, on the device. Pure."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def choose(self, scores: Tensor | None, inputs: Any, layout: Any) -> Tensor | None:  # noqa: ANN401
+        """(L, Nb) bool, CPU: the blocks that each layer keeps; None for all blocks. Pure.
+
+        scores: the results of `score` in all layers, stacked; None without a probe.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectAll(Select):
@@ -52,13 +74,17 @@ class SelectAll(Select):
 
     keeps_all: ClassVar[bool] = True
 
+    def choose(self, scores: Tensor | None, inputs: Any, layout: Any) -> None:  # noqa: ANN401
+        """None: all blocks."""
+
 
 class Recompute(ABC):
     """Chooses the context tokens to compute again, by token ids: the same ones at every layer.
 
     uses_caches: whether it ever uses a stored entry.
     by_layer: whether it chooses for each layer, by what the model computes. Then `choose` cannot
-        tell the tokens.
+        tell the tokens, and `choose_layers` does.
+    check_layer: the layer where `choose_after` decides for all later layers; None for none.
     """
 
     uses_caches: ClassVar[bool] = True
@@ -75,9 +101,25 @@ class Recompute(ABC):
         """
         return 1.0
 
+    @property
+    def check_layer(self) -> int | None:
+        return None
+
     @abstractmethod
     def choose(self, layout: Layout) -> Mask:
         """(Tctx,) bool; a token is ignored at layers that do not keep its block. Pure."""
+
+    def choose_layers(self, kept: Tensor, inputs: Any, layout: Any) -> Tensor:  # noqa: ANN401
+        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure.
+
+        Called only if `by_layer`. kept: (L, Tctx) bool, CPU, the tokens of the blocks that each
+        layer keeps.
+        """
+        raise NotImplementedError
+
+    def choose_after(self, checked: Any, layout: Any) -> Tensor:  # noqa: ANN401
+        """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
+        raise NotImplementedError
 
     def choose_again(self, layout: Layout, given: Mask) -> Mask:
         """(Tctx,) bool: tokens of the cached prefix that a follow-up recomputes. Pure.

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.base import Method, Recompute
+from samkv_integrations.methods.base import Method, Recompute, Select
 from samkv_integrations.methods.epic import EpicRecompute
 from samkv_integrations.methods.guided import GuidedRecompute
 from samkv_integrations.prompt.layout import Layout, Mask
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.papers.a3 import A3Recompute
 from samkv_integrations.runtimes.transformers.papers.base import (
-    BlockSelect,
     Checked,
     LayerRecompute,
     ProbedLayer,
@@ -58,10 +57,10 @@ class Tape:
         return self._at == len(self.decisions)
 
 
-class TapedSelect(BlockSelect):
+class TapedSelect(Select):
     """A selection whose decisions are on a tape."""
 
-    def __init__(self, part: BlockSelect, tape: Tape) -> None:
+    def __init__(self, part: Select, tape: Tape) -> None:
         self.part, self.tape = part, tape
 
     @property
@@ -83,7 +82,7 @@ class TapedSelect(BlockSelect):
 class TapedRecompute(LayerRecompute):
     """A recomputation whose decisions are on a tape."""
 
-    def __init__(self, part: LayerRecompute, tape: Tape) -> None:
+    def __init__(self, part: Recompute, tape: Tape) -> None:
         self.part, self.tape = part, tape
 
     @property
@@ -116,10 +115,8 @@ def taped(method: Method, tape: Tape) -> Method:
     select, part = method.select, method.recompute
     return replace(
         method,
-        select=TapedSelect(select, tape) if isinstance(select, BlockSelect) else select,
-        recompute=TapedRecompute(part, tape)
-        if isinstance(part, LayerRecompute)
-        else TapedTokens(part, tape),
+        select=select if select.keeps_all else TapedSelect(select, tape),
+        recompute=TapedRecompute(part, tape) if part.by_layer else TapedTokens(part, tape),
     )
 
 

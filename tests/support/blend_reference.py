@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.base import Positions
+from samkv_integrations.methods.base import Positions, Select
 from samkv_integrations.prompt.layout import ChunkPart, Layout, Run
 from samkv_integrations.runtimes.transformers.entries.hot import HotChunks
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
-from samkv_integrations.runtimes.transformers.papers.base import BlockSelect, ProbedLayer, Update
+from samkv_integrations.runtimes.transformers.papers.base import ProbedLayer, Update
 from samkv_integrations.runtimes.transformers.papers.samkv import fuse
 from samkv_integrations.runtimes.transformers.passes.blend import Blend
 from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
@@ -298,7 +298,7 @@ class Blended:
     probed: list[ProbedLayer]
 
 
-class _Seen(BlockSelect):
+class _Seen(Select):
     """A selection that notes what a probe shows it."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The classes that the papers' methods share: parts that choose by tensors of the model.
 
-A `BlockSelect` may need a probe, which is a pass of its own. A `LayerRecompute` may need a check
-layer in the prompt pass. Parts are pure functions of tensors and a layout.
+A `Select` gets `SelectionInputs` and `ProbedLayer`, a `LayerRecompute` gets `SelectionInputs` and
+`Checked`, and both get a `TensorLayout`. Parts are pure functions of these.
 """
 
 from __future__ import annotations
@@ -64,31 +64,7 @@ class ProbedLayer:
     sin: Tensor
 
 
-class BlockSelect(Select):
-    """Chooses blocks by data of the ingest, and by a probe if `probe_blocks` asks for one."""
-
-    def probe_blocks(self, layout: TensorLayout) -> Tensor | None:
-        """(Nb,) bool: the blocks that a probe attends to; None, the default, for no probe.
-
-        A probe is a pass of the uncached tokens, for `score`.
-        """
-        return None
-
-    def score(self, probed: ProbedLayer, layout: TensorLayout) -> Tensor:
-        """The scores of one layer of the probe, for `choose`, on the device. Pure."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def choose(
-        self, scores: Tensor | None, inputs: SelectionInputs, layout: TensorLayout
-    ) -> Tensor:
-        """(L, Nb) bool, CPU: the blocks that each layer keeps. Pure.
-
-        scores: the results of `score` in all layers, stacked; None without a probe.
-        """
-
-
-class AnchorProbe(BlockSelect):
+class AnchorProbe(Select):
     """Selects by the question's mean query, from a probe that attends to the anchor tokens."""
 
     def probe_blocks(self, layout: TensorLayout) -> Tensor | None:
@@ -120,28 +96,14 @@ class Checked:
 
 
 class LayerRecompute(Recompute):
-    """Chooses, layer by layer, the kept tokens to recompute, by tensors of the model.
-
-    check_layer: the layer where `choose_after` decides for all later layers; None if
-        `choose_layers` decides for every layer before the pass.
-    """
+    """Chooses, layer by layer, the kept tokens to recompute, by tensors of the model."""
 
     by_layer: ClassVar[bool] = True
 
-    @property
-    def check_layer(self) -> int | None:
-        return None
-
     @abstractmethod
-    def choose_layers(self, kept: Tensor, inputs: SelectionInputs, layout: TensorLayout) -> Tensor:
-        """(L, Tctx) bool, CPU; a token is ignored at layers that do not keep it. Pure.
-
-        kept: (L, Tctx) bool, CPU, the tokens of the blocks that each layer keeps.
-        """
-
-    def choose_after(self, checked: Checked, layout: TensorLayout) -> Tensor:
-        """(Tctx,) bool, CPU: the tokens for the layers after ``check_layer``. Pure."""
-        raise NotImplementedError
+    def choose_layers(
+        self, kept: Tensor, inputs: SelectionInputs, layout: TensorLayout
+    ) -> Tensor: ...
 
     def choose(self, layout: Layout) -> Mask:
         """Raises InvalidOption: the choice needs more than token ids."""

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.methods.base import Method
+from samkv_integrations.methods.base import Method, Recompute, Select
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.papers.base import (
-    BlockSelect,
     Checked,
-    LayerRecompute,
     ProbedLayer,
     SelectionInputs,
 )
@@ -29,19 +27,13 @@ def kept_blocks(
 ) -> Tensor:
     """(L, Nb) bool: the blocks that each layer keeps.
 
-    Raises InvalidOption if the choice has another shape (which might be broadcast), and for a part
-    that does not choose blocks.
+    Raises InvalidOption if the choice has another shape (which might be broadcast).
     """
     shape = inputs.n_layers, layout.n_blocks
-    if isinstance(method.select, BlockSelect):
-        chosen = method.select.choose(scores, inputs, layout)
-        return _of_shape(method, "select", chosen, shape)
-    if method.select.keeps_all:
+    chosen = method.select.choose(scores, inputs, layout)
+    if chosen is None:
         return torch.ones(shape, dtype=torch.bool)
-    raise InvalidOption(
-        f"select={method.select!r} of method {method.name!r} does not say which blocks it keeps; "
-        f"subclass BlockSelect, of {BlockSelect.__module__}"
-    )
+    return _of_shape(method, "select", chosen, shape)
 
 
 def recomputed_tokens(
@@ -52,7 +44,7 @@ def recomputed_tokens(
     Raises InvalidOption if the choice has another shape.
     """
     n_layers, part = inputs.n_layers, method.recompute
-    if isinstance(part, LayerRecompute):
+    if part.by_layer:
         chosen = part.choose_layers(keep[:, layout.block_of_token], inputs, layout)
         return _of_shape(method, "recompute", chosen, (n_layers, layout.n_context))
     by_tokens = torch.from_numpy(part.choose(layout.arrays))
@@ -76,7 +68,7 @@ class Probe:
     rotation: that of all T positions. device: receives the scores of all layers.
     """
 
-    select: BlockSelect
+    select: Select
     layout: TensorLayout
     rotation: Rotation
     device: torch.device
@@ -103,7 +95,7 @@ class Check:
     the new plan. plan: the new plan; None before the check layer.
     """
 
-    recompute: LayerRecompute
+    recompute: Recompute
     layout: TensorLayout
     cached: CachedEntries
     replan: Callable[[Tensor], PassPlan]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.methods.base import Select
 from samkv_integrations.runtimes.base import Begun, Caches, Observer, PromptPass
 from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     MIN_CHUNKS,
@@ -23,8 +24,6 @@ from samkv_integrations.runtimes.transformers.eviction.base import DroppingEvict
 from samkv_integrations.runtimes.transformers.layout import TensorLayout
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.papers.base import (
-    BlockSelect,
-    LayerRecompute,
     SelectionInputs,
 )
 from samkv_integrations.runtimes.transformers.passes import blend
@@ -105,10 +104,9 @@ class PromptRun:
                 _stable_layers(self.model, self.work.caches) if "statistics" in method.needs else ()
             )
             inputs = self.cached.inputs(method.needs, stable)
-        scores = self._probe(method.select) if isinstance(method.select, BlockSelect) else None
-        return self._chosen(scores, inputs)
+        return self._chosen(self._probe(method.select), inputs)
 
-    def _probe(self, select: BlockSelect) -> Tensor | None:
+    def _probe(self, select: Select) -> Tensor | None:
         if (blocks := select.probe_blocks(self.layout)) is None:
             return None
         n_layers = self.model.n_layers
@@ -136,7 +134,7 @@ class PromptRun:
         """The logits of the first token, and the plan that the last layers followed."""
         part, check = self.work.method.recompute, None
         observers = self.observer.layers if isinstance(self.observer, LayerObserver) else ()
-        if isinstance(part, LayerRecompute) and part.check_layer is not None:
+        if part.check_layer is not None:
             first = part.check_layer + 1
 
             def replan(chosen: Tensor) -> PassPlan:
