@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -117,26 +116,18 @@ def read_small(path: Path) -> bytes:
 
 
 def remove(path: Path) -> int:
-    """Delete a path of any kind; returns the bytes of a regular file, else 0.
+    """Delete a file, or what is in its place; returns its bytes, 0 if it does not exist.
 
-    Raises StoreError if the operating system refuses.
+    Raises StoreError if the operating system refuses, as for a folder.
     """
     try:
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode):
-            for is_last in (False, False, True):
-                try:
-                    shutil.rmtree(path)
-                    return 0
-                except OSError as error:  # another thread has written into it meanwhile
-                    if is_last or error.errno != errno.ENOTEMPTY:
-                        raise
+        n_bytes = path.lstat().st_size
         path.unlink()
     except FileNotFoundError:
         return 0
     except OSError as error:
         raise cannot("delete", path, error) from error
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return n_bytes
 
 
 # -- the store -----------------------------------------------------------------------------------
