@@ -289,7 +289,8 @@ class Chunks:
     ) -> None:
         """Compute the ``missed`` chunks, several a pass, and store their caches.
 
-        One that was released within the last minute is stored again instead, unless ``since``.
+        A chunk that was released within the last minute is not computed: its cache is stored again,
+        unless ``since`` is given.
 
         on_written: called with a chunk's number of tokens, after its cache is stored.
         since: store none if something was deleted since, see `deletions`; None to store all.
@@ -396,11 +397,10 @@ class Chunks:
         return made
 
     def deletions(self) -> int:
-        """How often something was deleted from the store so far, by any process.
+        """See `IngestStore.deletions`; -1 if the store does not answer. Frees deleted hot chunks.
 
         A question reads it before it begins, and gives it as ``since`` when it stores a cache, so
-        that a chunk that was deleted meanwhile does not come back. If the store does not answer, it
-        is -1, and no cache is stored. Hot chunks that were deleted are freed, too.
+        that a chunk that was deleted meanwhile does not come back. With -1 no cache is stored.
         """
         with suppress(StoreError):
             found = self.store.deletions()

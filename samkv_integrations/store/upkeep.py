@@ -113,7 +113,7 @@ class Moved:
 
 
 def push(store: ChunkStore, *, progress: bool = False) -> Moved:
-    """Send the namespace's chunks that the remote tier lacks. An emptied one begins anew.
+    """Send the namespace's chunks that the remote tier lacks; all of them if it was emptied.
 
     Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
     """
