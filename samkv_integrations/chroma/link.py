@@ -424,11 +424,11 @@ class ChromaLink:
         distances = found["distances"]
         assert documents and metadatas and distances  # they were asked for
         rows = list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
-        for id_ in [id_ for id_, text, _, _ in rows if text is None][:1]:
+        if without_text := [id_ for id_, text, *_ in rows if text is None]:
             # Each process has an index of its own; all processes share the records.
             _log.warning(
                 "record %r of collection %r has no text and is left out; add it again with one, or "
-                "start this process again if another one has deleted it", id_, name,
+                "start this process again if another one has deleted it", without_text[0], name,
             )  # fmt: skip
         return [
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)

@@ -57,7 +57,7 @@ def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
     )  # fmt: skip
 
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 Pause = Callable[[], None]
 """Lets other answers go on between two parts of a pass, see `Observer.pause`."""
@@ -66,7 +66,7 @@ Pause = Callable[[], None]
 class Run(Protocol):
     """Runs ``work`` in the model's thread, as `Scheduler.run` does."""
 
-    def __call__(self, work: Callable[[Pause], _Made], *, owner: str = "") -> _Made: ...
+    def __call__(self, work: Callable[[Pause], _Result], *, owner: str = "") -> _Result: ...
 
 
 class Chunks:
@@ -376,7 +376,7 @@ class Chunks:
         block size. To be called in the model's thread; ``pause`` lets other answers go on.
         """
 
-        def here(work: Callable[[Pause], _Made], *, owner: str = "") -> _Made:
+        def here(work: Callable[[Pause], _Result], *, owner: str = "") -> _Result:
             return work(pause)
 
         chunks: list[ChunkRef] = []

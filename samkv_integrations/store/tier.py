@@ -268,8 +268,8 @@ class SharedTier:
         except FileNotFoundError:  # evicted meanwhile
             return 0
         self.objects.write(self._path(place), data)
-        # A deletion deletes the chunk here first, then there. If it was there before the chunk was
-        # sent, the row of the chunk is gone here.
+        # A deletion deletes a chunk here first, then there. If it did both before the chunk was
+        # sent, the index no longer has the chunk.
         if not self._mark([place]):
             self.objects.remove(self._path(place))
         return len(data)
