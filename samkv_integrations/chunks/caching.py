@@ -465,8 +465,8 @@ class Chunks:
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, for every model; returns how many chunks.
 
-        `Store.forget` finds chunks by their text, and those of this model by their tokens as well,
-        in case the stored text is damaged.
+        `IngestStore.forget` finds chunks by their text. It also finds those of this model by their
+        tokens, because a stored text may be damaged.
         """
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}
