@@ -147,7 +147,7 @@ class ChromaLink:
             n_records=len(ids),
             n_cached=len(missed),
             n_hit=len(refs) - len(missing),
-            n_evicted=self._n_evicted(made),
+            n_evicted=len(self._evicted(made)),
             n_released=n_released,
             seconds=time.perf_counter() - began,
             bytes_on_disk=chunks.n_bytes(list(missed.values())),
@@ -230,9 +230,9 @@ class ChromaLink:
     def release(self, keys: Iterable[str]) -> int:
         """Delete the caches of ``keys`` that no record references; returns how many there were.
 
-        Caches of the same texts by other models are deleted as well, and then the texts. A record
-        of any collection of this database is a reference if its metadata hold the key, which `sync`
-        writes. A text that is added again within a minute is not computed again.
+        Caches of the same texts by other models are deleted, too, and then the texts. A record of
+        any collection of this database is a reference if its metadata hold the key, which `sync`
+        writes. A chunk that is added again within a minute is not computed again.
 
         Raises StoreError if a cache cannot be deleted.
         """
@@ -334,7 +334,7 @@ class ChromaLink:
         fit = [found[place] for place in places]
         looked_up = chunks.look_up(chunks.agree(fit) if build_missing else fit, "exists")
         missed = [ref for ref in looked_up if ref.state == "missed"]
-        evicted = {ref.key for ref in missed if self._n_evicted([ref.key])}
+        evicted = self._evicted(ref.key for ref in missed)
         missed = [ref for ref in missed if ref.key not in evicted]
         if build_missing:
             chunks.compute(missed)
@@ -358,9 +358,9 @@ class ChromaLink:
         # A text that is too long for this model may have a cache of another model.
         return {key_at.get(place, ref.key) for place, ref in enumerate(found) if ref.text}
 
-    def _n_evicted(self, keys: Iterable[str]) -> int:
+    def _evicted(self, keys: Iterable[str]) -> set[str]:
         store, fingerprint = self.engine.store, self.engine.fingerprint
-        return sum(store.is_evicted(key, fingerprint) for key in keys)
+        return {key for key in keys if store.is_evicted(key, fingerprint)}
 
     def _prune(self, referenced: set[str], grace_s: float, done: dict[str, int]) -> None:
         """Delete chunks that are older than the grace and whose text no record has."""
@@ -424,11 +424,11 @@ class ChromaLink:
         distances = found["distances"]
         assert documents and metadatas and distances  # they were asked for
         rows = list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
-        for id_ in [id_ for id_, text, _, _ in rows if text is None][:1]:
+        if without_text := [id_ for id_, text, *_ in rows if text is None]:
             # Each process has an index of its own; all processes share the records.
             _log.warning(
                 "record %r of collection %r has no text and is left out; add it again with one, or "
-                "start this process again if another one has deleted it", id_, name,
+                "start this process again if another one has deleted it", without_text[0], name,
             )  # fmt: skip
         return [
             Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)

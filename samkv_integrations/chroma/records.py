@@ -26,8 +26,7 @@ Metadata = Mapping[str, Any]
 class IngestResult:
     """The result of `ChromaLink.add`.
 
-    n_cached: chunks that were computed. n_hit: records whose chunk was cached before the
-        call.
+    n_cached: chunks that were computed. n_hit: records whose chunk was cached before the call.
     n_evicted: chunks of this call that were evicted before its end, to make room.
     n_released: deleted caches of records that were replaced. bytes_on_disk: bytes written.
     """
@@ -81,8 +80,8 @@ class Retrieved:
 PAGE_SIZE = 256
 """Most records of a page. An interruption loses at most one page of work.
 
-The chunks of a page are computed together. Which chunks share a pass shows in the last bits of
-caches."""
+The chunks of a page are computed together; caches differ in their last bits if other chunks share
+their pass."""
 
 
 class Records:
@@ -260,9 +259,9 @@ class Ownership:
         self._namespace, self._records, self._place = store.namespace, records, records.place
         name = hashlib.blake2b(store.namespace.encode(), digest_size=8).hexdigest()
         self._note = f"chroma-owner-{name}"
-        self._notes = notes = store.notes  # machines that share caches also share the note
+        self._notes = store.notes  # machines that share caches also share the note
+        self._file = self._notes.note_place(self._note)
         self._is_shared = store.remote_url is not None
-        self._where, self._file = notes.where, notes.note_place(self._note)
         if self._is_shared and records.folder is not None:
             self._place += f" on {socket.gethostname()}"  # folders may have the same name
 
@@ -321,8 +320,8 @@ class Ownership:
                 "namespace of its own"
             )
         return InvalidOption(
-            f"the chunk caches in {self._where} (namespace {self._namespace!r}) belong to the "
-            f"Chroma database {owner}, and would be deleted, because "
+            f"the chunk caches in {self._notes.where} (namespace {self._namespace!r}) belong to "
+            f"the Chroma database {owner}, and would be deleted, because "
             f"{self._place or 'the database in memory'} has no records of them; {ways}; if that "
             f"database is gone for good, delete {self._file}"
         )

@@ -1,1 +1,1 @@
-"""What a chunk is, and how its cache is made."""
+"""How a chunk gets its cache: identify it, look it up, compute it, store it."""

@@ -57,7 +57,7 @@ def progress_bar(chunks: Iterable[ChunkRef], *, is_shown: bool) -> tqdm:
     )  # fmt: skip
 
 
-_Made = TypeVar("_Made")
+_Result = TypeVar("_Result")
 
 Pause = Callable[[], None]
 """Lets other answers go on between two parts of a pass, see `Observer.pause`."""
@@ -66,7 +66,7 @@ Pause = Callable[[], None]
 class Run(Protocol):
     """Runs ``work`` in the model's thread, as `Scheduler.run` does."""
 
-    def __call__(self, work: Callable[[Pause], _Made], *, owner: str = "") -> _Made: ...
+    def __call__(self, work: Callable[[Pause], _Result], *, owner: str = "") -> _Result: ...
 
 
 class Chunks:
@@ -289,7 +289,8 @@ class Chunks:
     ) -> None:
         """Compute the ``missed`` chunks, several a pass, and store their caches.
 
-        One that was released within the last minute is stored again instead, unless ``since``.
+        A chunk that was released within the last minute is not computed: its cache is stored again,
+        unless ``since`` is given.
 
         on_written: called with a chunk's number of tokens, after its cache is stored.
         since: store none if something was deleted since, see `deletions`; None to store all.
@@ -375,7 +376,7 @@ class Chunks:
         block size. To be called in the model's thread; ``pause`` lets other answers go on.
         """
 
-        def here(work: Callable[[Pause], _Made], *, owner: str = "") -> _Made:
+        def here(work: Callable[[Pause], _Result], *, owner: str = "") -> _Result:
             return work(pause)
 
         chunks: list[ChunkRef] = []
@@ -396,11 +397,10 @@ class Chunks:
         return made
 
     def deletions(self) -> int:
-        """How often something was deleted from the store so far, by any process.
+        """See `IngestStore.deletions`; -1 if the store does not answer. Frees deleted hot chunks.
 
         A question reads it before it begins, and gives it as ``since`` when it stores a cache, so
-        that a chunk that was deleted meanwhile does not come back. If the store does not answer, it
-        is -1, and no cache is stored. Hot chunks that were deleted are freed, too.
+        that a chunk that was deleted meanwhile does not come back. With -1 no cache is stored.
         """
         with suppress(StoreError):
             found = self.store.deletions()
@@ -465,8 +465,8 @@ class Chunks:
     def forget(self, texts: Sequence[str]) -> int:
         """Delete caches and texts of these chunks, for every model; returns how many chunks.
 
-        `Store.forget` finds chunks by their text, and those of this model by their tokens as well,
-        in case the stored text is damaged.
+        `IngestStore.forget` finds chunks by their text. It also finds those of this model by their
+        tokens, because a stored text may be damaged.
         """
         found = [ref for ref in self.refer(texts) if ref.text]
         bodies = {ref.text for ref in found}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from samkv_integrations.chroma.client import check_name
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
@@ -149,6 +148,9 @@ def ingest(
     # raises before anything slow is imported
     found, pool = find_documents(paths, leave_out=folder), ray.pool
     check_options(StoreOptions, {"max_bytes": max_bytes})
+
+    from samkv_integrations.chroma.client import check_name
+
     check_name(collection)
 
     from samkv_integrations.chroma.embedding import HashingEmbedding

@@ -161,11 +161,7 @@ class Store(Protocol):
         """The text of a chunk of any fingerprint; None if it is unknown."""
 
     def record(
-        self,
-        fingerprint: Fingerprint,
-        *,
-        used: Sequence[str] = (),
-        missed: Sequence[str] = (),
+        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
     ) -> None:
         """Note which chunks of a prompt had a cache, and which had none, by key. Best effort.
 

@@ -25,6 +25,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from samkv_integrations.errors import CacheMiss
+from samkv_integrations.store.base import StoredChunk
 from samkv_integrations.store.chunk import (
     FORMAT_VERSION,
     ArrayKind,
@@ -283,8 +284,8 @@ def _identity(file: FileIO) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 
-class ChunkFile:
-    """An opened chunk file: a `StoredChunk` that reads and checks only requested regions.
+class ChunkFile(StoredChunk):
+    """An opened chunk file, of which only requested regions are read and checked.
 
     Opening verifies format version, fingerprint, key, namespace, file size, and the MACs of header,
     token ids and the arrays that are read at opening. Other regions are checked when they are read.
@@ -481,7 +482,6 @@ class ChunkFile:
         self._check(regions, range(first, first + len(regions)), "block")
 
     def is_current(self) -> bool:
-        """Whether the file is still there, unchanged; it may be closed. Nothing is read."""
         try:  # opened, as network file systems may show a deleted file for some seconds
             with open_regular(self._path) as file:
                 return _identity(file) == self._opened
@@ -501,9 +501,3 @@ class ChunkFile:
     def close(self) -> None:
         self._file.close()
         self._let_go = False
-
-    def __enter__(self) -> ChunkFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

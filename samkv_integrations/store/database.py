@@ -105,9 +105,9 @@ class Database:
             if self.rows("PRAGMA quick_check") != [("ok",)]:
                 self._discard()
         with self._file_lock(self._folder):
-            newest = self._newest(self._folder)
+            used = self._existing(self._folder)
             for file in self._folder.glob("index-*"):
-                if newest is None or not file.name.startswith(newest.name):
+                if used is None or not file.name.startswith(used.name):
                     file.unlink(missing_ok=True)
 
     def vacuum(self) -> None:
@@ -130,7 +130,7 @@ class Database:
             self.close()
         if self._connection is None:
             if self._folder is not None:
-                self._path = self._newest(self._folder) or self._new_file(self._folder)
+                self._path = self._existing(self._folder) or self._new_file(self._folder)
             self._connection = _connect(str(self._path or ":memory:"), patience_s)
             if self._path is None:
                 self._create(self._connection)
@@ -143,9 +143,10 @@ class Database:
                 "can be written"
             )
         with self._file_lock(folder):
-            return self._newest(folder) or self._make(folder)
+            return self._existing(folder) or self._make(folder)
 
-    def _newest(self, folder: Path) -> Path | None:
+    def _existing(self, folder: Path) -> Path | None:
+        """The file of this schema; the last by name if there are several, None if there is none."""
         names = [name for name in os.listdir(folder) if name.startswith(self._prefix)]
         return max((folder / name for name in names if name.endswith(".sqlite")), default=None)
 

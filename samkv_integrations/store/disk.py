@@ -103,7 +103,7 @@ class ChunkStore(IndexedStore):
     ) -> StoredChunk:
         digest = fingerprint.digest
         if self.shared is not None and self.files.is_gone(digest, key):
-            self.shared.fetch(key, digest)
+            self.shared.fetch((digest, key))
         opened = ChunkFile(
             self.file(key, digest), key, fingerprint, namespace=self.namespace, secret=self.secret
         )
@@ -117,13 +117,13 @@ class ChunkStore(IndexedStore):
         if super().contains(key, fingerprint):
             return True
         digest, shared = fingerprint.digest, None if here else self.shared
-        return shared is not None and self.files.is_gone(digest, key) and shared.has(digest, key)
+        return shared is not None and self.files.is_gone(digest, key) and shared.has((digest, key))
 
     def begin_to_fetch(self, keys: Collection[str], fingerprint: Fingerprint) -> None:
         if self.shared is not None:
             for key in keys:
                 if self.files.is_gone(fingerprint.digest, key):
-                    self.shared.begin(key, fingerprint.digest)
+                    self.shared.begin((fingerprint.digest, key))
 
     # -- deletion -------------------------------------------------------------------------------
 

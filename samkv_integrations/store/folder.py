@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +36,9 @@ SECRET_VARIABLE = "SAMKV_STORE_SECRET"
 """Environment variable with the secret of the stores that a process makes, 64 hex digits."""
 
 _DIGIT = "[0-9a-f]"
-_HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
+HEX_NAME = re.compile(f"{_DIGIT}{{32}}")
+"""Keys and digests, as they are in the names of files."""
+
 # Names that a folder may contain before it has a marker.
 _OWN_NAME = re.compile(
     rf"(store\.json|secret)(\..*{re.escape(TEMPORARY)})?|index\.lock|samkv\.toml"
@@ -117,26 +118,18 @@ def read_small(path: Path) -> bytes:
 
 
 def remove(path: Path) -> int:
-    """Delete a path of any kind; returns the bytes of a regular file, else 0.
+    """Delete a file, or what is in its place; returns its bytes, 0 if it does not exist.
 
-    Raises StoreError if the operating system refuses.
+    Raises StoreError if the operating system refuses, as for a folder.
     """
     try:
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode):
-            for is_last in (False, False, True):
-                try:
-                    shutil.rmtree(path)
-                    return 0
-                except OSError as error:  # another thread has written into it meanwhile
-                    if is_last or error.errno != errno.ENOTEMPTY:
-                        raise
+        n_bytes = path.lstat().st_size
         path.unlink()
     except FileNotFoundError:
         return 0
     except OSError as error:
         raise cannot("delete", path, error) from error
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return n_bytes
 
 
 # -- the store -----------------------------------------------------------------------------------
@@ -236,6 +229,13 @@ def check_of(secret: bytes) -> str:
     return hashlib.blake2b(key=secret, digest_size=16, person=b"samkv check").hexdigest()
 
 
+def chunk_path(key: str, digest: str) -> str:
+    """Path of a chunk's file in a folder or remote tier. Raises CacheMiss for an invalid name."""
+    if not (HEX_NAME.fullmatch(key) and HEX_NAME.fullmatch(digest)):
+        raise CacheMiss("absent", repr(key))
+    return f"{digest}/{key[:2]}/{key}.safetensors"
+
+
 class ChunkFolder:
     """The chunk files of a store, of all namespaces, and their index."""
 
@@ -260,9 +260,7 @@ class ChunkFolder:
 
     def file(self, key: str, digest: str) -> Path:
         """Path of a chunk's file, whether or not it exists. Raises CacheMiss for an invalid key."""
-        if not (_HEX_NAME.fullmatch(key) and _HEX_NAME.fullmatch(digest)):
-            raise CacheMiss("absent", repr(key))
-        return self.path / digest / key[:2] / f"{key}.safetensors"
+        return self.path / chunk_path(key, digest)
 
     def files(self) -> Iterator[Path]:
         """All chunk files, temporary ones included."""
@@ -294,7 +292,7 @@ class ChunkFolder:
     def delete(self, namespace: str, keys: Sequence[str]) -> set[str]:
         """Like `Index.delete`, but also deletes files that killed writers left unindexed."""
         gone = self.index.delete(namespace, keys)
-        named = (f"{32 * _DIGIT}/{k[:2]}/{k}.safetensors" for k in keys if _HEX_NAME.fullmatch(k))
+        named = (f"{32 * _DIGIT}/{k[:2]}/{k}.safetensors" for k in keys if HEX_NAME.fullmatch(k))
         left = any(any(iglob(name, root_dir=self.path)) for name in named)
         if keys and (left or self._has_unindexed()):
             reconcile(self)
@@ -304,7 +302,7 @@ class ChunkFolder:
     def _has_unindexed(self) -> bool:
         """Whether a killed writer left files of a fingerprint that is not indexed."""
         known = {made_by.digest for made_by in self.index.fingerprints()}
-        return any(_HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
+        return any(HEX_NAME.fullmatch(n) and n not in known for n in os.listdir(self.path))
 
     # -- for the index, see `Caches` --------------------------------------------------------------
 

@@ -25,16 +25,11 @@ from samkv_integrations.errors import CacheMiss, StoreError
 from samkv_integrations.store.chunk import ChunkCache, Fingerprint, normalise
 from samkv_integrations.store.chunk_file import ChunkFile, FileLayout, text_bytes
 from samkv_integrations.store.database import BRIEF_S, Database
-from samkv_integrations.store.windows import MAX_PLACES, Found, Ids, Windows
-from samkv_integrations.store.windows import Place as Window
+from samkv_integrations.store.windows import MAX_PLACES, Found, Ids, Window, Windows
 
 PRESENT, EVICTED, LOST = range(3)
 """States of a chunk. EVICTED: its cache was evicted, or is in the remote tier only. LOST: its cache
 was missing or damaged. The text of all of them is known."""
-
-MOST = 2**63 - 1
-"""SQLite's largest integer."""
-
 
 Place = tuple[str, str]
 """Digest of the fingerprint, and key, of a chunk."""
@@ -364,8 +359,11 @@ class Index(Database):
         )  # fmt: skip
         return [key for (key,) in rows]
 
-    def places(self, namespace: str | None = None, *states: int) -> list[tuple[str, str, str]]:
-        """(digest, key, namespace) of the chunks in these states, those used last first."""
+    def places(self, namespace: str | None, *states: int) -> list[tuple[str, str, str]]:
+        """(digest, key, namespace) of the chunks in these states, those used last first.
+
+        namespace: None for all.
+        """
         marks = ", ".join("?" * len(states))
         return self.rows(
             "SELECT digest, key, namespace FROM chunks WHERE namespace = coalesce(?, namespace) "

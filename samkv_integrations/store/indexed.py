@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from samkv_integrations.errors import FingerprintMismatch, Given, InvalidOption, StoreError
@@ -74,9 +73,6 @@ class IndexedStore(IngestStore):
     `IngestStore` for commands, and for links between records and caches.
     """
 
-    namespace: str = ""
-    path: Path | None = None
-
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
         self.namespace = check_namespace(namespace)
         self.secret, self.index, self.where = secret, index, where
@@ -103,11 +99,7 @@ class IndexedStore(IngestStore):
             self.index.touch(fingerprint.digest, key)
 
     def record(
-        self,
-        fingerprint: Fingerprint,
-        *,
-        used: Sequence[str] = (),
-        missed: Sequence[str] = (),
+        self, fingerprint: Fingerprint, *, used: Sequence[str] = (), missed: Sequence[str] = ()
     ) -> None:
         with suppress(StoreError):
             self.index.record(self.namespace, fingerprint.digest, used, missed)

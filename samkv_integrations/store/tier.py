@@ -27,7 +27,14 @@ from samkv_integrations.errors import CacheMiss, Given, InvalidOption, SamkvErro
 from samkv_integrations.store.base import Outage
 from samkv_integrations.store.chunk import FORMAT_VERSION
 from samkv_integrations.store.chunk_file import ChunkFile, open_regular
-from samkv_integrations.store.folder import ChunkFolder, check_of, folder_named, marker_fields
+from samkv_integrations.store.folder import (
+    HEX_NAME,
+    ChunkFolder,
+    check_of,
+    chunk_path,
+    folder_named,
+    marker_fields,
+)
 from samkv_integrations.store.index import EVICTED, LOST, PRESENT, Entry, Place
 from samkv_integrations.store.objects import ObjectInfo, Objects
 
@@ -47,7 +54,6 @@ SLICE = 64
 """New chunks whose heads are read at a time; between them a question's fetches may run."""
 
 _MARKER = "store.json"
-_NAME = re.compile("[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
 _FAILS = (
     "caches cannot be shared with the remote tier (%s); those that cannot be fetched are computed, "
@@ -179,23 +185,20 @@ class SharedTier:
     def _path(self, place: Place) -> str:
         """Path of a chunk's object. Raises CacheMiss for an invalid key."""
         digest, key = place
-        if not (_NAME.fullmatch(digest) and _NAME.fullmatch(key)):
-            raise CacheMiss("absent", repr(key))
-        return f"{self._space}/{digest}/{key[:2]}/{key}.safetensors"
+        return f"{self._space}/{chunk_path(key, digest)}"
 
-    def has(self, digest: str, key: str) -> bool:
+    def has(self, place: Place) -> bool:
         """Whether a chunk is in the remote tier, or was when this machine last looked."""
         self.refresh_soon()
         with suppress(CacheMiss, StoreError):
-            if self._index.is_shared(digest, key):
+            if self._index.is_shared(*place):
                 return True
             self._check()
-            return self.objects.exists(self._path((digest, key)))
+            return self.objects.exists(self._path(place))
         return False
 
-    def begin(self, key: str, digest: str) -> Future[int]:
+    def begin(self, place: Place) -> Future[int]:
         """Begin to fetch a chunk, unless that has begun already."""
-        place = (digest, key)
         with self._lock:
             found = self._fetches.get(place)
             if found is None:
@@ -203,12 +206,12 @@ class SharedTier:
                 found.add_done_callback(lambda _: self._fetches.pop(place, None))
             return found
 
-    def fetch(self, key: str, digest: str) -> None:
+    def fetch(self, place: Place) -> None:
         """`bring` a chunk for a question, which waits `ASKED_S`. Raises CacheMiss only."""
         if self.objects.is_gone:
             raise self.objects.gone()
         try:
-            self.begin(key, digest).result(ASKED_S)
+            self.begin(place).result(ASKED_S)
         except TooLate as error:
             why = f"takes longer than {ASKED_S:.0f} s"
             self.objects.give_up(why)  # the next chunk does not wait as long again
@@ -227,7 +230,7 @@ class SharedTier:
         since = self._index.deletions(self._namespace)  # a deletion meanwhile wins
 
         def verified(file: Path) -> Entry:
-            with self._opened(file, place[1]) as chunk:
+            with self._opened(file, key) as chunk:
                 chunk.verify()
                 return Entry.of_file(chunk)
 
@@ -265,8 +268,8 @@ class SharedTier:
         except FileNotFoundError:  # evicted meanwhile
             return 0
         self.objects.write(self._path(place), data)
-        # A deletion deletes the chunk here first, then there. If it was there before the chunk was
-        # sent, the row of the chunk is gone here.
+        # A deletion deletes a chunk here first, then there. If it did both before the chunk was
+        # sent, the index no longer has the chunk.
         if not self._mark([place]):
             self.objects.remove(self._path(place))
         return len(data)
@@ -281,7 +284,7 @@ class SharedTier:
         """Delete chunks of every fingerprint; returns the keys that existed. Raises StoreError."""
         self.check_answers()
         with _answering("not all can be deleted from the remote tier"):
-            places = [(d, k) for d in self._digests() for k in keys if _NAME.fullmatch(k)]
+            places = [(d, k) for d in self._digests() for k in keys if HEX_NAME.fullmatch(k)]
             gone = self.objects.pool.map(self.objects.remove, map(self._path, places))
             return {key for (_, key), was_there in zip(places, gone, strict=True) if was_there}
 
@@ -298,7 +301,7 @@ class SharedTier:
         return {(name[1], name[2]): info for name, info in named if name}
 
     def _digests(self) -> list[str]:
-        return [name for name in self.objects.names(self._space) if _NAME.fullmatch(name)]
+        return [name for name in self.objects.names(self._space) if HEX_NAME.fullmatch(name)]
 
     def refresh_soon(self) -> None:
         """`refresh` in a background thread, at most every `REFRESH_S`."""

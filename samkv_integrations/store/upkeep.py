@@ -88,12 +88,13 @@ def verify(store: ChunkStore, *, repair: bool = False, progress: bool = False) -
                 store.index.compare(chunk)
                 n_bytes += chunk.bytes_read
         except CacheMiss as miss:
-            if miss.reason != "absent":  # deleted or evicted meanwhile
-                damaged.append(Damage(key=key, reason=miss.reason, detail=str(miss)))
-                if repair and miss.reason != "io":
-                    with suppress(StoreError):
-                        store.index.lose([(digest, key)], are_damaged=True)
-                        n_repaired += 1
+            if miss.reason == "absent":  # deleted or evicted meanwhile
+                continue
+            damaged.append(Damage(key=key, reason=miss.reason, detail=str(miss)))
+            if repair and miss.reason != "io":
+                with suppress(StoreError):
+                    store.index.lose([(digest, key)], are_damaged=True)
+                    n_repaired += 1
     return VerifyResult(
         n_chunks=len(places), n_bytes=n_bytes, damaged=tuple(damaged), n_repaired=n_repaired,
         recovered=recovered,
@@ -113,7 +114,7 @@ class Moved:
 
 
 def push(store: ChunkStore, *, progress: bool = False) -> Moved:
-    """Send the namespace's chunks that the remote tier lacks. An emptied one begins anew.
+    """Send the namespace's chunks that the remote tier lacks; all of them if it was emptied.
 
     Raises InvalidOption if there is no remote tier, StoreError if it does not answer.
     """

@@ -27,10 +27,10 @@ MAX_PLACES = 4
 are found by windows of their own."""
 
 Ids = NDArray[np.int32]
-Place = tuple[str, int]
+Window = tuple[str, int]
 """Key of a chunk, and the index of a window's first token in it."""
 
-Found = tuple[Mapping[int, Sequence[Place]], Mapping[str, Ids]]
+Found = tuple[Mapping[int, Sequence[Window]], Mapping[str, Ids]]
 """Places of windows by hash, and token ids of chunks by key."""
 
 
@@ -109,7 +109,7 @@ class MemoryIndex:
                     del self._places[hashed]
 
     def find(self, hashes: Iterable[int]) -> Found:
-        places: dict[int, Sequence[Place]] = {}
+        places: dict[int, Sequence[Window]] = {}
         ids: dict[str, Ids] = {}
         with self._lock:
             for hashed in hashes:

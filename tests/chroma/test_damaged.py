@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import decoders
@@ -59,10 +60,17 @@ def test_damaged_vectors_are_named(folder: Path, name: str) -> None:
 
 
 def test_a_sound_collection_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Database(folder).check(["town"])
-    for names, database in (([], Database(folder)), (["town"], Database(folder / "none"))):
-        monkeypatch.setattr(subprocess, "run", None)  # nothing is to be asked
-        database.check(names)
+    """And nothing else: no process begins where there is nothing to ask."""
+    asked, run = [], subprocess.run
+
+    def counted(command: list[str], **options: Any) -> Any:
+        asked.append(command[-2:])
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    for names, place in ((["town"], folder), ([], folder), (["town"], folder / "none")):
+        Database(place).check(names)
+    assert asked == [[str(folder), "town"]]
 
 
 def test_a_slow_database_is_not_called_damaged(

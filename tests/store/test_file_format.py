@@ -199,7 +199,7 @@ def test_bytes_are_those_of_the_specification(sizes: tuple[str, int, int, int, i
 
 
 def test_a_chunk_in_four_bits_takes_less_than_a_third_of_its_entries_in_bfloat16() -> None:
-    """Everything counted: text, statistics, block_means, MACs, header. Of Qwen2.5-0.5B's shape."""
+    """Everything counted: text, statistics, block means, MACs, header. Of Qwen2.5-0.5B's shape."""
     sizes = {}
     for bits in (4, 8, 16):
         fingerprint = replace(

@@ -29,7 +29,7 @@ def put(store: ChunkStore, seed: int = 1) -> ChunkCache:
 
 
 def file_of(store: ChunkStore, chunk: ChunkCache) -> Path:
-    return store.path / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
+    return store.file(chunk.key, TINY.digest)
 
 
 def is_secret(body: str) -> bool:
@@ -149,7 +149,6 @@ def test_what_cannot_be_deleted_is_named(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = put(store)
-
     unlink = Path.unlink
 
     def refuses(path: Path, missing_ok: bool = False) -> None:
@@ -163,9 +162,3 @@ def test_what_cannot_be_deleted_is_named(
     monkeypatch.undo()
     store.forget(is_secret)
     assert not file_of(store, chunk).exists() and not plain_texts(store)
-
-
-def test_two_processes_put_a_note_and_the_first_wins(store: ChunkStore) -> None:
-    others = [ChunkStore(store.path) for _ in range(3)]
-    kept = [each.put_note("owner", str(place), replace=False) for place, each in enumerate(others)]
-    assert kept == [True, False, False] and store.note("owner") == "0"

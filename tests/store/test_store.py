@@ -191,6 +191,12 @@ def test_what_another_process_does_is_seen_at_once(store: ChunkStore, folder: Pa
     assert store.text(chunk.key) is None and store.fingerprints() == []
 
 
+def test_of_several_that_put_a_note_the_first_wins(folder: Path) -> None:
+    stores = [ChunkStore(folder) for _ in range(3)]
+    kept = [each.put_note("owner", str(place), replace=False) for place, each in enumerate(stores)]
+    assert kept == [True, False, False] and stores[-1].note("owner") == "0"
+
+
 def test_folders_that_are_no_store_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "photos").mkdir()
@@ -288,12 +294,8 @@ def test_text_survives_the_loss_of_the_cache(store: ChunkStore, folder: Path) ->
     lost, broken = chunk_for(store, 1), chunk_for(store, 2)
     for chunk in (lost, broken):
         store.put(chunk)
-    file, broken_file = (
-        folder / TINY.digest / chunk.key[:2] / f"{chunk.key}.safetensors"
-        for chunk in (lost, broken)
-    )
-    file.unlink()
-    broken_file.write_bytes(b"")
+    place_of(folder, lost).unlink()
+    place_of(folder, broken).write_bytes(b"")
     assert reason(lambda: store.open(lost.key, TINY)) == "absent"
     assert reason(lambda: store.open(broken.key, TINY)) == "corrupt"
     assert not store.contains(lost.key, TINY)
