@@ -26,12 +26,7 @@ from samkv_integrations.runtimes.transformers.papers.base import (
 )
 from samkv_integrations.runtimes.transformers.papers.cacheblend import CacheblendRecompute
 from tests.support.covering import covering
-from tests.support.laws import (
-    CHUNKS,
-    PROMPT,
-    TOLERANCE,
-    first_logits,
-)
+from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits
 from tests.support.models import FAMILIES
 
 
@@ -45,7 +40,7 @@ class Tape:
     def rewind(self) -> None:
         self._at = 0
 
-    def decide(self, decision: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def decide(self, decision: Callable[[], Any]) -> Any:
         if self._at is None:
             self.decisions.append(decision())
             return self.decisions[-1]

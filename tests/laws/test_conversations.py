@@ -188,9 +188,9 @@ def test_a_chunk_of_a_later_turn_is_blended_behind_what_is_kept(name: str) -> No
 
 
 @cache
-def talking(room: int, method: str = "recompute") -> Engine:
+def talking(room: int) -> Engine:
     """The built-in model, which answers in words."""
-    engine = Engine(builtin(), prefix_bytes=room, method=method)
+    engine = Engine(builtin(), prefix_bytes=room, method="recompute")
     engine.cache_chunks(TEXTS)
     return engine
 

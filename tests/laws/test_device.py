@@ -186,13 +186,10 @@ def test_a_chunk_without_a_cache_is_computed_on_the_device():
     torch.testing.assert_close(found, expected, **AS_CLOSE)
 
 
-def spread_engine(
-    family: str, n_layers: int | None = None, store: MemoryStore | None = None, **options: object
-) -> Engine:
+def spread_engine(family: str, store: MemoryStore) -> Engine:
     """The last two layers are on the CPU, as of a model that is larger than its GPU."""
     hooks = pytest.importorskip("accelerate.hooks")
-    hf = hf_model(family, **({} if n_layers is None else {"num_hidden_layers": n_layers}))
-    hf = hf.to(DEVICE)
+    hf = hf_model(family).to(DEVICE)
     for module in (*hf.model.layers[-2:].to("cpu"), hf.model.norm):
         place = DEVICE if module is hf.model.norm else "cpu"
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=place))
@@ -201,7 +198,7 @@ def spread_engine(
     assert model.device == DEVICE
     here = torch.device("cpu")
     assert model.layer_devices == (*[DEVICE] * (model.n_layers - 2), here, here)
-    return Engine(model, store, block_size=8, scheduler=OnThisThread(model), **options)
+    return Engine(model, store, block_size=8, store_bits=16, scheduler=OnThisThread(model))
 
 
 @pytest.mark.parametrize(
@@ -217,10 +214,8 @@ def test_layers_on_two_devices_of_families(family: str, method: str):
     asked = {"follow": FOLLOW, "method": method}
     expected = on_cpu.logits(PROMPT, CHUNKS, **asked)
     with pretend_device():
-        found = spread_engine(family, store=on_cpu.store, store_bits=16).logits(
-            PROMPT, CHUNKS, **asked
-        )
-        there = spread_engine(family, store=MemoryStore(), store_bits=16)
+        found = spread_engine(family, on_cpu.store).logits(PROMPT, CHUNKS, **asked)
+        there = spread_engine(family, MemoryStore())
         there.cache_chunks(CHUNKS)
         own = there.logits(PROMPT, CHUNKS, **asked)
         assert all(map(there.is_cached, CHUNKS))

@@ -36,7 +36,7 @@ from tests.support.laws import (
     first_logits,
     plain_logits,
 )
-from tests.support.models import OTHER_FAMILIES, byte_tokenizer, hf_model, tiny_model
+from tests.support.models import OTHER_FAMILIES, byte_tokenizer, hf_model, save_model, tiny_model
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = tuple(OTHER_FAMILIES)
@@ -181,8 +181,7 @@ def test_a_method_that_weighs_scores_itself_is_refused(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_quantised_weights(family: str, tmp_path: Path) -> None:
     quantisation: Any = pytest.importorskip("torchao.quantization")
-    hf_model(family).save_pretrained(tmp_path)
-    byte_tokenizer(bos=True).save_pretrained(tmp_path)
+    save_model(hf_model(family), tmp_path)
     how = TorchAoConfig(quantisation.Int8WeightOnlyConfig())
     model = load_model(
         str(tmp_path), device="cpu", dtype="float32", model_kwargs={"quantization_config": how}

@@ -12,9 +12,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.store.chunk import ChunkCache
 from tests.support.chunks import cache_of, decoded, key_steps, transformed
 from tests.support.covering import covering
-from tests.support.laws import (
-    CHUNKS,
-)
+from tests.support.laws import CHUNKS
 from tests.support.models import FAMILIES, tiny_model
 
 
@@ -30,13 +28,8 @@ def one_by_one(family: str, store_bits: int) -> Engine:
 def steps(coarse: ChunkCache) -> tuple[Tensor, Tensor]:
     """(L, T, G, D) steps of a chunk's keys, and (L, T, G, 1) of its values, from its bytes."""
     n_heads = coarse.fingerprint.n_kv_heads
-    ranges = (
-        torch.from_numpy(coarse.entries)[..., -4 * n_heads :]
-        .contiguous()
-        .view(torch.float16)
-        .float()
-    )
-    return key_steps(coarse), ranges[..., :n_heads, None]
+    ranges = torch.from_numpy(coarse.entries)[..., -4 * n_heads :].contiguous()
+    return key_steps(coarse), ranges.view(torch.float16).float()[..., :n_heads, None]
 
 
 def what_is_quantised(chunk: ChunkCache) -> tuple[Tensor, Tensor]:
@@ -84,7 +77,7 @@ def all_logits(engine: Engine, method: str) -> Tensor:
 def test_8_bits_are_17_times_closer_than_4(family: str) -> None:
     """A step is 1/255 of a range instead of 1/15, and errors this small move logits in proportion.
 
-    Half to twice of that, as above: the sizes of two draws of rounding.
+    Half to twice of that: these are the sizes of two draws of rounding.
     """
     engines = [one_by_one(family, store_bits) for store_bits in (16, 8, 4)]
     true, eight, four = (all_logits(engine, "reuse") for engine in engines)

@@ -20,11 +20,7 @@ import torch
 
 from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.base import (
-    Method,
-    RecomputeNone,
-    SelectAll,
-)
+from samkv_integrations.methods.base import Method, RecomputeNone, Select, SelectAll
 from samkv_integrations.methods.baselines import RecomputeAll
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.methods.guided import GuidedRecompute
@@ -100,22 +96,22 @@ def test_reuse_of_many_chunks_is_not_full_prefill(engine: Engine) -> None:
     assert float((reused - local).abs().max()) > 0.05
 
 
-@pytest.mark.parametrize("name", ["samkv-overwrite", "samkv-guided"])
-def test_keeping_and_recomputing_all_is_recompute(engine: Engine, name: str) -> None:
-    select = {
-        "samkv-overwrite": KeepAll(),
-        "samkv-guided": SelectAll(),
-    }[name]
-    method = replace(METHODS[name], select=select, recompute=RecomputeAll())
-    logits, query = first_logits(engine, PROMPT, CHUNKS, method)
-    torch.testing.assert_close(logits, plain_logits(engine.model, query.layout), **TOLERANCE)
-
-
 class KeepAll(SamkvSelect):
     """SamKV's probe and inputs, every block kept."""
 
-    def choose(self, scores, inputs, layout) -> torch.Tensor:  # noqa: ANN001
+    def choose(self, scores, inputs, layout) -> torch.Tensor:
         return torch.ones_like(super().choose(scores, inputs, layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "select"), [("samkv-overwrite", KeepAll()), ("samkv-guided", SelectAll())]
+)
+def test_keeping_and_recomputing_all_is_recompute(
+    engine: Engine, name: str, select: Select
+) -> None:
+    method = replace(METHODS[name], select=select, recompute=RecomputeAll())
+    logits, query = first_logits(engine, PROMPT, CHUNKS, method)
+    torch.testing.assert_close(logits, plain_logits(engine.model, query.layout), **TOLERANCE)
 
 
 def test_guided_recomputing_nothing_is_reuse(any_engine: Engine) -> None:

@@ -167,11 +167,16 @@ def hf_model(family: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     raise ValueError(family)
 
 
+def save_model(hf: PreTrainedModel, folder: Path) -> Path:
+    """``folder``, with the model and a tokenizer, as `load_model` takes it."""
+    hf.save_pretrained(folder)
+    byte_tokenizer(bos=True).save_pretrained(folder)
+    return folder
+
+
 def saved_tiny(folder: Path) -> str:
     """``folder``, with a tiny model that any process can load by that name."""
-    hf_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    byte_tokenizer(bos=True).save_pretrained(folder)
-    return str(folder)
+    return str(save_model(hf_model("llama", max_position_embeddings=2048), folder))
 
 
 @cache

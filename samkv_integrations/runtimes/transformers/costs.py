@@ -84,11 +84,11 @@ def measure(model: LayeredModel, form: EntryFormat) -> CostModel:
     )  # fmt: skip
 
 
-def _seconds(model: LayeredModel, work: Callable[[], object], repeats: int = 5) -> float:
+def _seconds(model: LayeredModel, work: Callable[[], object]) -> float:
     """Least seconds of ``work``. On a CPU this is CPU time, to which other programs add nothing."""
     is_cpu, spent = model.device.type == "cpu", []
     work()  # the first run is slower
-    for _ in range(repeats):
+    for _ in range(5):
         began = time.process_time() if is_cpu else time.perf_counter()
         work()
         if is_cpu:

@@ -67,8 +67,7 @@ _DECIDED = {
     ),
 }
 
-
-# Further arguments, whose values transformers checks late, with messages of its own.
+# Further arguments that transformers checks late, with messages of its own.
 _CONCERNING_WEIGHTS = {"quantization_config", "device_map"}
 
 NO_MEMORY = "can't allocate memory"  # torch's message on a CPU
@@ -224,7 +223,7 @@ def _as_it_fits(
 
 
 _SPARE = 1.1
-"""Memory that weights of one byte need: passes need memory, too."""
+"""Bytes of memory for each byte of weights: passes need memory, too."""
 
 
 def _check_packable(
@@ -411,8 +410,7 @@ def _bfloat16_wins() -> bool:
 
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other
-    with torch.inference_mode():
-        wins = is_faster(product(torch.bfloat16), product(torch.float32), by=1.0)
+    wins = is_faster(product(torch.bfloat16), product(torch.float32), by=1.0)
     torch.set_num_threads(n_threads)
     return wins
 

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from samkv_integrations.runtimes.transformers.model.attention import attention
 from tests.support.covering import covering
+from tests.support.tensors import normal
 
 HEADS, DIM, KEYS, SCALING = 6, 8, 37, 0.4
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -27,12 +27,9 @@ from samkv_integrations.runtimes.transformers.entries.attention_stats import (
     stable_layers,
 )
 from samkv_integrations.store.chunk import BlockScheme
+from tests.support.tensors import normal
 
 NAN, INF = math.nan, math.inf
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def statistics_of(query: Tensor, key: Tensor, **options: Any) -> LayerStatistics:

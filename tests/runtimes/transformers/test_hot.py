@@ -63,9 +63,8 @@ def hot(tmp_path: Path) -> Engine:
     return engine
 
 
-def reused(engine: Engine, prompt: str = PROMPT, **options: Any) -> int:
-    options = {"max_new_tokens": 1, "on_miss": "text"} | options
-    return engine.generate(prompt, CHUNKS, **options).report.reused
+def reused(engine: Engine) -> int:
+    return engine.generate(PROMPT, CHUNKS, max_new_tokens=1, on_miss="text").report.reused
 
 
 @cache

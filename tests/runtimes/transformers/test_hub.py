@@ -11,7 +11,7 @@ import pytest
 
 from samkv_integrations.errors import InvalidOption, ModelNotFound
 from samkv_integrations.runtimes.transformers.loading import load_model
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import hf_model, save_model
 
 LOAD = """
 import sys
@@ -44,9 +44,7 @@ def loaded(name: str, home: Path, **environment: str) -> tuple[str, str]:
 def home(tmp_path: Path) -> Path:
     """A cache of the hub that holds the model someone/small."""
     repository = tmp_path / "hub" / "models--someone--small"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    hf_model("llama", num_hidden_layers=1).save_pretrained(snapshot)
-    byte_tokenizer(bos=True).save_pretrained(snapshot)
+    save_model(hf_model("llama", num_hidden_layers=1), repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     return tmp_path

@@ -16,7 +16,7 @@ from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.model import identity
 from samkv_integrations.runtimes.transformers.runtime import Model
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model, save_model
 
 Change = Callable[[Any], object]
 
@@ -116,7 +116,7 @@ class Scaled(nn.Linear):
         self.extra = state
 
 
-def with_extra_state(extra: object) -> Any:  # noqa: ANN401
+def with_extra_state(extra: object) -> Any:
     hf = hf_model("llama")
     layer = Scaled(64, 96, bias=False)
     layer.weight = hf.model.layers[0].mlp.up_proj.weight
@@ -251,7 +251,7 @@ class TestLooking:
             model_of(adapted(hf_model("llama")))
 
 
-def adapted(hf: Any) -> Any:  # noqa: ANN401
+def adapted(hf: Any) -> Any:
     """A layer under an adapter, as peft puts it there."""
 
     class Adapted(nn.Module):
@@ -267,9 +267,7 @@ def adapted(hf: Any) -> Any:  # noqa: ANN401
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A model in a folder."""
-    hf_model("llama").save_pretrained(tmp_path / "model")
-    byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save_model(hf_model("llama"), tmp_path / "model")
 
 
 def overwrite(folder: Path, seed: int) -> None:

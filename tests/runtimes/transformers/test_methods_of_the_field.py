@@ -42,16 +42,13 @@ from tests.support.covering import covering
 from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits, mixed
 from tests.support.layouts import layout_of
 from tests.support.models import FAMILIES, tiny_model, turned
+from tests.support.tensors import sets
 
 Vector = list[float]
 
 
 def dot(a: Vector, b: Vector) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def sets(mask: Tensor) -> list[set[int]]:
-    return [set(row.nonzero()[:, 0].tolist()) for row in mask]
 
 
 @cache

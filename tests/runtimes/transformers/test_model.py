@@ -22,7 +22,7 @@ from samkv_integrations.options import Sampling
 from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
-from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.models import byte_tokenizer, hf_model, save_model, tiny_model
 
 PROMPT = "Once upon a time"
 
@@ -84,8 +84,7 @@ class TestLoading:
     def test_auto_takes_float32_where_bfloat16_is_slow(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, is_slow: bool
     ) -> None:
-        hf_model("llama").to(stored).save_pretrained(tmp_path)
-        byte_tokenizer(bos=True).save_pretrained(tmp_path)
+        save_model(hf_model("llama").to(stored), tmp_path)
         monkeypatch.setattr(
             "samkv_integrations.runtimes.transformers.loading.bfloat16_is_slow",
             lambda device: is_slow,

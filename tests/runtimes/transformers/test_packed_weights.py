@@ -74,12 +74,12 @@ def blocks_of(kind: Kind, n_rows: int, n_columns: int) -> np.ndarray[Any, Any]:
     return blocks.reshape(n_rows, -1)
 
 
-def matrix_of(kind: Kind, folder: Path, order: Tensor | None = None) -> tuple[FileMatrix, Tensor]:
+def matrix_of(kind: Kind, folder: Path) -> tuple[FileMatrix, Tensor]:
     """A matrix in a file, and its values as the gguf package has them."""
     blocks, path = blocks_of(kind, 144, 256), folder / "blocks"
     path.write_bytes(b"before" + blocks.tobytes())
     values = torch.tensor(gguf.dequantize(blocks, kind))
-    return FileMatrix(OpenFile(path), 6, kind, (144, 256), order), values
+    return FileMatrix(OpenFile(path), 6, kind, (144, 256), None), values
 
 
 class TestMatrices:

@@ -25,6 +25,7 @@ from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
 )
 from samkv_integrations.runtimes.transformers.entries.quantise import rotate
 from samkv_integrations.runtimes.transformers.passes.prefill import (
+    PrefilledChunks,
     entries_before,
     prefill,
 )
@@ -47,35 +48,21 @@ CLOSE = {"rtol": 2e-6, "atol": 2e-5}
 BATCHED = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def random_ids(n_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(1000 * n_tokens + seed)
-    return tuple(torch.randint(6, 262, (n_tokens,), generator=generator).tolist())
-
-
 def new_chunk(n_tokens: int, seed: int = 0) -> ChunkRef:
-    return ChunkRef(key=f"{n_tokens}-{seed}", text="text", token_ids=random_ids(n_tokens, seed))
+    generator = torch.Generator().manual_seed(1000 * n_tokens + seed)
+    ids = tuple(torch.randint(6, 262, (n_tokens,), generator=generator).tolist())
+    return ChunkRef(key=f"{n_tokens}-{seed}", text="text", token_ids=ids)
 
 
-def fingerprint_of(model: Model, block_size: int = BLOCK, bits: int = 16) -> Fingerprint:
-    return replace(Engine(model, block_size=block_size).fingerprint, store_bits=bits)
+def fingerprint_of(model: Model, bits: int) -> Fingerprint:
+    return replace(Engine(model, block_size=BLOCK).fingerprint, store_bits=bits)
 
 
-def caches_of(
-    model: Model,
-    chunks: Sequence[ChunkRef],
-    prefix: tuple[int, ...],
-    block_size: int = BLOCK,
-    bits: int = 16,
-) -> list[ChunkCache]:
-    """With 16 bits, unless said otherwise: what was captured, to the bit."""
+def caches_of(model: Model, chunks: Sequence[ChunkRef], prefix: tuple[int, ...]) -> PrefilledChunks:
+    """With 16 bits: what was captured, to the bit."""
     with torch.inference_mode():
         before = entries_before(model, prefix)
-        return prefill(model, chunks, fingerprint_of(model, block_size, bits), before)
-
-
-def rows_of(cached: ChunkCache) -> tuple[Tensor, Tensor]:
-    """Un-rotated keys and values (L, T, G, D) of a cache's entries."""
-    return decoded(cached)
+        return prefill(model, chunks, fingerprint_of(model, 16), before)
 
 
 @dataclass(frozen=True)
@@ -114,7 +101,7 @@ def own(model: Model, ids: tuple[int, ...], prefix: tuple[int, ...]) -> Own:
 
 
 def assert_caches_equal(one: ChunkCache, other: ChunkCache) -> None:
-    for found, expected in zip(rows_of(one), rows_of(other), strict=True):
+    for found, expected in zip(decoded(one), decoded(other), strict=True):
         torch.testing.assert_close(found, expected, **BATCHED)
     torch.testing.assert_close(local_query(one), local_query(other), **BATCHED)
     assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -152,7 +139,7 @@ def test_captured_entries_are_those_of_transformers_own_cache(
         (cached,) = caches_of(model, [chunk], prefix)
         expected = own(model, chunk.token_ids, prefix)
         shape = (model.n_layers, n_tokens, model.n_kv_heads, model.head_dim)
-        keys, values = rows_of(cached)
+        keys, values = decoded(cached)
         assert keys.shape == values.shape == shape
         assert cached.token_ids.tolist() == list(chunk.token_ids)
         assert (cached.key, cached.text) == (chunk.key, chunk.text)
@@ -202,7 +189,7 @@ def test_a_chunk_sees_its_prefix_and_itself_alone() -> None:
     beside, _ = caches_of(model, [first, second], (1,))
     assert_caches_equal(alone, beside)
     (bare,) = caches_of(model, [first], ())
-    (bare_keys, bare_values), (keys, values) = rows_of(bare), rows_of(alone)
+    (bare_keys, bare_values), (keys, values) = decoded(bare), decoded(alone)
     assert float((bare_values[1:] - values[1:]).abs().max()) > 0.1, "the prefix is seen"
     torch.testing.assert_close(bare_keys[0], keys[0], **CLOSE)  # position-free
 

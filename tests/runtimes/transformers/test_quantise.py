@@ -19,13 +19,10 @@ from samkv_integrations.runtimes.transformers.entries.quantise import (
     rotate,
 )
 from tests.support.chunks import encoded, transformed
+from tests.support.tensors import normal
 
 FORM = EntryFormat(bits=4, n_kv_heads=2, head_dim=8, dtype=torch.float32)
 QUANTISED = (4, 8)
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def of(bits: int, dtype: torch.dtype = torch.float32, n_kv_heads: int = 2, head_dim: int = 8):

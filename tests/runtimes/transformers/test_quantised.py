@@ -22,7 +22,7 @@ from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.memory import MemoryStore
 from tests.support.asking import announce
 from tests.support.laws import CHUNKS, PROMPT, TOLERANCE, first_logits, plain_logits
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import byte_tokenizer, hf_model, save_model
 
 BUFFERS = ("awq", "gptq", "marlin")
 """Kinds whose projections have no ``weight``. A CPU has no package for them: see `Packed4`."""
@@ -34,7 +34,7 @@ ROUNDED = ("torchao int8, activations too", "bitsandbytes 8", "bitsandbytes nf4"
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 
 
-def quantisation(kind: str) -> Any:  # noqa: ANN401
+def quantisation(kind: str) -> Any:
     if kind.startswith("torchao"):
         quantisations: Any = pytest.importorskip("torchao.quantization")
         from transformers import TorchAoConfig
@@ -53,10 +53,7 @@ def quantisation(kind: str) -> Any:  # noqa: ANN401
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    hf_model("llama", **SIZES).save_pretrained(path)
-    byte_tokenizer(bos=True).save_pretrained(path)
-    return path
+    return save_model(hf_model("llama", **SIZES), tmp_path_factory.mktemp("model"))
 
 
 class Packed4(torch.nn.Module):
@@ -226,8 +223,7 @@ def test_half_precision(folder: Path) -> None:
 
 
 def test_a_checkpoint_in_half_precision_is_widened_on_processors(tmp_path: Path) -> None:
-    hf_model("llama").half().save_pretrained(tmp_path)
-    byte_tokenizer(bos=True).save_pretrained(tmp_path)
+    save_model(hf_model("llama").half(), tmp_path)
     assert load_model(str(tmp_path), device="cpu").dtype == torch.float32
 
 
@@ -238,8 +234,7 @@ Packed = Callable[[str, Tensor], dict[str, Tensor]]
 def checkpoint(path: Path, packed: Packed, quantisation: dict[str, Any]) -> Path:
     """A folder as quantisers write one."""
     hf = hf_model("llama", **SIZES)
-    hf.save_pretrained(path)
-    byte_tokenizer(bos=True).save_pretrained(path)
+    save_model(hf, path)
     state: dict[str, Tensor] = {}
     for name, weight in hf.state_dict().items():
         state |= packed(name, weight) if name.endswith("_proj.weight") else {name: weight}

@@ -41,10 +41,7 @@ from tests.support.asking import Asked, ask
 from tests.support.chunks import cache_of, decoded
 from tests.support.layouts import tensor_layout_of
 from tests.support.models import tiny_model
-
-
-def sets(mask: Tensor) -> list[set[int]]:
-    return [set(row.nonzero()[:, 0].tolist()) for row in mask]
+from tests.support.tensors import sets
 
 
 def test_equation_1_biases_each_chunk_by_the_others() -> None:

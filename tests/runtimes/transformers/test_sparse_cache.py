@@ -27,13 +27,10 @@ from tests.support.asking import ask
 from tests.support.chunks import encoded
 from tests.support.laws import CHUNKS, FOLLOW, PROMPT
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.tensors import normal
 
 GROUPS, HEADS, DIM, SCALING = 2, 6, 8, 0.4
 CONTEXT = 100
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from samkv_integrations.errors import InvalidOption
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.store.memory import MemoryStore
 from tests.support.laws import CHUNKS, PROMPT, first_logits
-from tests.support.models import byte_tokenizer, hf_model
+from tests.support.models import hf_model, save_model
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -29,10 +29,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    hf_model("llama").save_pretrained(path)
-    byte_tokenizer(bos=True).save_pretrained(path)
-    return path
+    return save_model(hf_model("llama"), tmp_path_factory.mktemp("model"))
 
 
 def test_it_computes_the_same_and_shares_caches(folder: Path, tmp_path: Path) -> None:
@@ -77,12 +74,11 @@ def test_a_look_while_weights_are_loaded_sees_no_change(
 
 def test_a_model_of_which_few_layers_are_in_memory(tmp_path: Path) -> None:
     """The cheap check looks at a matrix a layer, of those that are there."""
-    hf_model("llama", num_hidden_layers=60).save_pretrained(tmp_path / "model")
-    byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
+    folder = save_model(hf_model("llama", num_hidden_layers=60), tmp_path / "model")
     places = {name: "cpu" for name in PLACES if "layers" not in name}
     places |= {f"model.layers.{n}": "cpu" if n < 7 else "disk" for n in range(60)}
     options = {"device_map": places, "offload_folder": str(tmp_path / "weights")}
-    spread = load_model(str(tmp_path / "model"), dtype="float32", model_kwargs=options)
+    spread = load_model(str(folder), dtype="float32", model_kwargs=options)
     assert spread.identity.look() == 0
     with torch.no_grad():
         spread.hf.model.layers[3].mlp.up_proj.weight[0, 0] += 1
@@ -95,18 +91,16 @@ def test_a_weight_on_disk_that_differs_is_another_model(folder: Path, tmp_path: 
     hf = hf_model("llama")
     with torch.no_grad():
         hf.model.layers[2].mlp.up_proj.weight[3, 4] += 1
-    hf.save_pretrained(tmp_path / "other")
-    byte_tokenizer(bos=True).save_pretrained(tmp_path / "other")
     options["offload_folder"] = str(tmp_path / "weights")
-    other = load_model(str(tmp_path / "other"), dtype="float32", model_kwargs=options)
+    saved = save_model(hf, tmp_path / "other")
+    other = load_model(str(saved), dtype="float32", model_kwargs=options)
     assert spread.identity.weights != other.identity.weights
 
 
 def test_a_head_on_disk_that_is_tied_to_the_embedding_is_refused(tmp_path: Path) -> None:
-    hf_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
-    byte_tokenizer(bos=True).save_pretrained(tmp_path / "model")
+    folder = save_model(hf_model("llama", tie_word_embeddings=True), tmp_path / "model")
     options = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": str(tmp_path)}
-    model = load_model(str(tmp_path / "model"), dtype="float32", model_kwargs=options)
+    model = load_model(str(folder), dtype="float32", model_kwargs=options)
     with pytest.raises(InvalidOption, match="puts 'lm_head' on disk.*the same place"):
         assert model.weights_digest
 

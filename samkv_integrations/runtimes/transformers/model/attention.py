@@ -45,7 +45,7 @@ def _samkv_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     attend: Attend | None = None,
-    **kwargs: Any,  # noqa: ANN401  (transformers' interface; passed on as it came)
+    **kwargs: Any,  # transformers' interface; passed on as it came
 ) -> tuple[Tensor, Tensor | None]:
     score_cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -171,18 +171,17 @@ def products_are_faster() -> bool:
     With a mask and in bfloat16, some processors take less than half the time for products. The
     fused kernel keeps scores in float32; products round them to bfloat16 (docs/decisions.md).
     """
-    with torch.inference_mode():
-        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
-        query, key = torch.ones(1, 8, 128, 64, **kind), torch.ones(1, 2, 640, 64, **kind)
-        mask = torch.zeros(128, 640, **kind)
-        return is_faster(
-            partial(_explicit_attention, query, key, key, 0.125, mask, False, None, None),
-            partial(
-                F.scaled_dot_product_attention, query, key, key, mask, scale=0.125, enable_gqa=True
-            ),
-        )
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    query, key = torch.ones(1, 8, 128, 64, **kind), torch.ones(1, 2, 640, 64, **kind)
+    mask = torch.zeros(128, 640, **kind)
+    fused = partial(F.scaled_dot_product_attention, scale=0.125, enable_gqa=True)
+    return is_faster(
+        partial(_explicit_attention, query, key, key, 0.125, mask, False, None, None),
+        partial(fused, query, key, key, mask),
+    )
 
 
+@torch.inference_mode()
 def is_faster(one: Callable[[], Tensor], other: Callable[[], Tensor], by: float = 0.8) -> bool:
     """Whether ``one`` takes less than ``by`` of the time of ``other``: the best of four calls."""
     seconds: dict[Callable[[], Tensor], list[float]] = {one: [], other: []}
@@ -258,13 +257,12 @@ def suits_products(query: Tensor, n_keys: int) -> bool:
 @cache
 def _are_faster_for_token() -> bool:
     """By a trial of some milliseconds."""
-    with torch.inference_mode():
-        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
-        query, key = torch.ones(1, 8, 1, 64, **kind), torch.ones(1, 2, 4096, 64, **kind)
-        return is_faster(
-            partial(attention_of_token, query, key[0], key[0], 0.125, 4096),
-            partial(attention, query, key, key, 0.125, None, False),
-        )
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    query, key = torch.ones(1, 8, 1, 64, **kind), torch.ones(1, 2, 4096, 64, **kind)
+    return is_faster(
+        partial(attention_of_token, query, key[0], key[0], 0.125, 4096),
+        partial(attention, query, key, key, 0.125, None, False),
+    )
 
 
 _PARTS = 8  # more make no difference
@@ -290,10 +288,9 @@ def parts_are_faster() -> bool:
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return False
-    with torch.inference_mode():
-        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-        weight, token = torch.ones(_TRIED // 1024, 1024, **kind), torch.ones(1, 1024, **kind)
-        return is_faster(partial(_parts, token, weight), partial(F.linear, token, weight))
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    weight, token = torch.ones(_TRIED // 1024, 1024, **kind), torch.ones(1, 1024, **kind)
+    return is_faster(partial(_parts, token, weight), partial(F.linear, token, weight))
 
 
 _TRIED = 2**24

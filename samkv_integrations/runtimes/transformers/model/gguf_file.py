@@ -213,7 +213,7 @@ class GgufFile:
         return config
 
     def model(
-        self, dtype: torch.dtype, options: Mapping[str, Any], weights: GgufWeights = "unpacked"
+        self, dtype: torch.dtype, options: Mapping[str, Any], weights: GgufWeights
     ) -> PreTrainedModel:
         """The model. Packed weights take no options.
 

@@ -126,9 +126,11 @@ class LayeredModel(ModelText):
         self._packed_layers = list[PackedLayer]()
         if not self._lies_otherwise:
             self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
-        packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
-        self._unpacks = any(linear.exact is not None for linear in packed)
+        self._unpacks = any(linear.exact is not None for linear in self._packed_linears())
         self._packed_at, self._is_packed = -1, False  # generation of the last check
+
+    def _packed_linears(self) -> list[PackedLinear]:
+        return [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
 
     # -- identity ---------------------------------------------------------------------------
 
@@ -160,8 +162,7 @@ class LayeredModel(ModelText):
     @property
     def weights(self) -> str:
         """How weights are kept: ``packed``, ``unpacked``, or ``both`` (packed for decoding)."""
-        packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
-        if not packed:
+        if not (packed := self._packed_linears()):
             return "unpacked"
         return "packed" if all(each.weight is None for each in packed) else "both"
 
@@ -301,7 +302,7 @@ class LayeredModel(ModelText):
         if self._packed_at != self.identity.generation:
             self._packed_at = self.identity.generation
             # packed weights are outdated if an adapter was merged into the weights in memory
-            packed = [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
+            packed = self._packed_linears()
             self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
         return self._is_packed
 

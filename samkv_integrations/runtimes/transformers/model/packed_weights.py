@@ -455,7 +455,6 @@ def large_kind() -> type[LargeInt8Matrix] | None:
     return None
 
 
-@torch.inference_mode()
 def _is_faster(kind: type[LargeInt8Matrix]) -> bool:
     """Whether ``kind`` beats `Int8Matrix` for a large matrix and one token."""
     rows, large = Int8Matrix((4096, 1024)), kind((4096, 1024))

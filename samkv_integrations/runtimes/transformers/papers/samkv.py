@@ -23,8 +23,6 @@ from samkv_integrations.runtimes.transformers.papers.base import (
     group_heads,
 )
 
-PAPER = "arXiv 2508.11661"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SamkvSelect(AnchorProbe):
@@ -182,7 +180,7 @@ def fuse(cached: Tensor, computed: Tensor) -> Tensor:
 def _samkv(name: str, update: Update | None, how: str) -> Method:
     return Method(
         name=name,
-        paper=PAPER,
+        paper="arXiv 2508.11661",
         summary=f"anchors and blocks chosen across chunks; anchors and outliers recomputed; {how}",
         select=SamkvSelect(),
         recompute=SamkvRecompute(),

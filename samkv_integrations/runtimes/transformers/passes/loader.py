@@ -291,8 +291,7 @@ class CachedEntries:
                 for index, chunk in enumerate(self.chunks)
                 if isinstance(chunk, HotChunk)
             }
-            moved = self._moved(self._read_range, hot, self._groups, 1, device)
-            self._key_range[device] = moved
+            self._key_range[device] = self._moved(self._read_range, hot, self._groups, 1, device)
         return codes, self._key_range[device][layer]
 
     def _moved(

@@ -23,11 +23,10 @@ from samkv_integrations.runtimes.transformers.model.model import LayeredModel
 from samkv_integrations.runtimes.transformers.passes.pause import Pause, no_pause
 from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 
-BATCH_TOKENS = 1024
-DEVICE_BATCH_TOKENS = 2048
-"""Most tokens of a batch on a CPU, and on a device, whose host launches operations meanwhile."""
+# Limits of a batch: while chunks are cached, an answer waits for one batch at most.
+BATCH_TOKENS = 1024  # on a CPU
+DEVICE_BATCH_TOKENS = 2048  # on a device, whose host launches operations meanwhile
 BATCH_CHUNKS = 32
-"""Limits of a batch: while chunks are cached, an answer waits for one batch at most."""
 
 Before = Sequence[tuple[Tensor, Tensor]]
 """For each layer, keys and values (1, G, P, D) of the prefix."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from samkv_integrations.errors import InvalidOption
+from samkv_integrations.runtimes.base import FirstEntries
 from samkv_integrations.runtimes.transformers.entries.quantise import Entries
 from samkv_integrations.runtimes.transformers.eviction.base import (
     Chooser,
@@ -36,16 +37,11 @@ from samkv_integrations.runtimes.transformers.papers.base import ContextAttentio
 from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
 
 
-class LayerwiseEntries(Protocol):
+class LayerwiseEntries(FirstEntries, Protocol):
     """Rotated entries of a prompt's first tokens, for kept sequences."""
 
     def of_layer(self, layer: int, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values (n_tokens, G, D) of the first tokens at a layer."""
-        ...
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of memory, room for further entries included."""
         ...
 
     def most_within(self, n_tokens: int) -> int:
@@ -289,7 +285,9 @@ class DenseCache(WorkingCache, LayerwiseEntries):
             self._trim(layer, positions, window)
         elif self._keepers:
             slots, n_kv_heads = self._keepers[layer].prompt(entries.seen), entries.keys.shape[1]
-            if slots is not None and slots.shape[1:] != (n_kv_heads,):
+            if slots is None:
+                return
+            if slots.shape[1:] != (n_kv_heads,):
                 raise InvalidOption(
                     f"a keeper chose slots of shape {tuple(slots.shape)}; it must be "
                     f"({self._keepers[layer].budget}, {n_kv_heads}), key-value heads last"
@@ -359,32 +357,25 @@ class DenseCache(WorkingCache, LayerwiseEntries):
         """(G, S) bool: the entries of the context."""
         return self.context[layer][: self.lengths[layer], :, 0].T
 
-    def keep(self, layer: int, slots: Tensor | None) -> None:
-        """Move the entries of a layer into new tensors with room for the answer.
-
-        slots: (K, G) the entries that each head keeps, None for all.
-        """
-        n_kept = self.lengths[layer] if slots is None else len(slots)
+    def keep(self, layer: int, slots: Tensor) -> None:
+        """Move the entries at (K, G) slots of a layer into new tensors with room for the answer."""
         for side in self._sides:
             entries = side[layer][: self.lengths[layer]]
-            moved = room_for(n_kept, entries)
-            if slots is not None:
-                at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
-                entries = entries.gather(0, at)
-            moved[:n_kept] = entries
+            at = slots.to(entries.device)[..., None].expand(-1, -1, entries.shape[-1])
+            moved = room_for(len(slots), entries)
+            moved[: len(slots)] = entries.gather(0, at)
             side[layer] = moved
-        self.lengths[layer], self._kept[layer] = n_kept, slots
+        self.lengths[layer], self._kept[layer] = len(slots), slots
 
     def _trim(self, layer: int, at: Tensor, window: int) -> None:
         """Keep the entries that the next token sees, or let steps attend to these only."""
         n_entries = self.lengths[layer]
         first = int((at <= self._n_tokens - window).sum())
         later = torch.arange(self._n_tokens, self._n_tokens + self._capacity)
-        if self._keeps_all:
-            self._windows[layer] = window, torch.cat((at, later))
-        else:
+        if not self._keeps_all:
             self._move(layer, first)
-            self._windows[layer] = window, torch.cat((at[first:], later))
+            at = at[first:]
+        self._windows[layer] = window, torch.cat((at, later))
         slots = torch.arange(first, n_entries)[:, None]
         self._kept[layer] = slots.expand(-1, self.keys[layer].shape[1])
 
