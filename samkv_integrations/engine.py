@@ -15,19 +15,8 @@ from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction, get_eviction
-from samkv_integrations.option import (
-    OnMiss,
-    Weights,
-    bytes_of,
-    check_options,
-    complete,
-)
-from samkv_integrations.options import (
-    DEFAULT_METHOD,
-    AnswerOptions,
-    AnswerSettings,
-    EngineOptions,
-)
+from samkv_integrations.option import OnMiss, Weights, bytes_of, check_options, complete
+from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.plan.kept_costs import keep_costs, kept_costs
 from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.plan.request import HowToAnswer, Request, Times

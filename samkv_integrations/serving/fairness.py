@@ -28,9 +28,7 @@ class FairTurns(Turns):
         super().__init__(limits)
         self._clock = 0.0
         self._used: dict[str, float] = {}
-        self._owed: dict[
-            str, float
-        ] = {}  # seconds of an owner's calls that its answers have not had
+        self._owed: dict[str, float] = {}  # owner -> seconds of its calls due to its answers
 
     def batch(self, running: Sequence[RunningAnswer]) -> list[RunningAnswer]:
         """The first answer of each owner, then the second of each, up to ``max_batch``."""

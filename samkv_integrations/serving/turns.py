@@ -113,5 +113,5 @@ class Turns:
 
 
 def is_read(answer: RunningAnswer) -> bool:
-    """Whether an answer goes on: it is neither at its end nor `AHEAD` of its reader."""
+    """Whether an answer goes on: it has not ended, and is less than `AHEAD` pieces ahead."""
     return not (answer.is_complete or answer.is_abandoned) and len(answer.pieces) < AHEAD
