@@ -82,7 +82,7 @@ def test_a_model_that_cannot_tell_its_generation_when_an_answer_is_kept() -> Non
     next(stream)
     runtime.fails = True
     stream.close()
-    assert answers(engine)
+    assert answers(engine) and not runtime.fails
 
 
 @pytest.mark.parametrize("method", ["put_back", "close"])
@@ -99,7 +99,7 @@ def test_a_sequence_that_fails_when_it_is_released(
 
     monkeypatch.setattr(TableSequence, method, failing)
     abandon_one(engine)
-    assert answers(engine)
+    assert answers(engine) and calls[0] > 0
 
 
 def test_a_runtime_that_gives_too_few_logits() -> None:
@@ -125,9 +125,10 @@ def test_a_runtime_that_fails_between_jobs() -> None:
             if self.n_turns == 2:
                 raise RuntimeError("no threads")
 
-    engine = Engine(Runtime(), MemoryStore())
+    runtime = Runtime()
+    engine = Engine(runtime, MemoryStore())
     outcome(lambda: engine.generate(PROMPT, max_new_tokens=3).text)
-    assert answers(engine)
+    assert answers(engine) and runtime.n_turns > 2
 
 
 def test_an_answer_that_evicts_fails_although_another_one_goes_on(
