@@ -33,9 +33,9 @@ def check_texts(what: str, texts: Iterable[str]) -> list[str]:
     return found
 
 
-def shorten(text: str, limit: int = 60) -> str:
-    """At most ``limit`` characters of ``text``, for a message."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def shorten(text: str) -> str:
+    """At most 60 characters of ``text``, for a message."""
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def rag_prompt(
