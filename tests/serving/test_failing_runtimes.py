@@ -20,6 +20,7 @@ from samkv_integrations.methods.epic import EPIC, EpicRecompute
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
+from tests.support.chunk_files import flip
 from tests.support.laws import CHUNKS
 from tests.support.models import tiny_model
 from tests.support.table_runtime import TableRuntime, TableSequence
@@ -191,9 +192,6 @@ def test_a_damaged_layer_is_a_miss_on_any_runtime(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path / "kv")
     engine = Engine(TableRuntime(), store)
     (key,) = engine.cache_chunks([TEXT])
-    file = store.file(key, engine.fingerprint.digest)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(store.file(key, engine.fingerprint.digest))
     answer = engine.generate(f"{TEXT}\nQ?", method="reuse", on_miss="text")
     assert answer.report.chunk_misses == {"corrupt": 1}
