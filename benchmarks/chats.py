@@ -25,7 +25,7 @@ from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.frameworks.tool_calls import takes_tools
 from samkv_integrations.options import AnswerOptions
-from samkv_integrations.plan.kept_sequences import common
+from samkv_integrations.prompt.layout import n_in_common
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report
 from samkv_integrations.runtimes.transformers.runtime import Model
@@ -278,7 +278,7 @@ class TransformersChat:
             self._turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         ids = given["input_ids"][0].numpy()
-        n_held = min(common(self._held, ids), len(ids) - 1)
+        n_held = min(n_in_common(self._held, ids), len(ids) - 1)
         if n_held < self._cache.get_seq_length():
             self._cache.crop(n_held - self._cache.get_seq_length())  # so many fewer
         with torch.inference_mode():

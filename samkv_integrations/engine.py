@@ -15,19 +15,8 @@ from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction, get_eviction
-from samkv_integrations.option import (
-    OnMiss,
-    Weights,
-    bytes_of,
-    check_options,
-    complete,
-)
-from samkv_integrations.options import (
-    DEFAULT_METHOD,
-    AnswerOptions,
-    AnswerSettings,
-    EngineOptions,
-)
+from samkv_integrations.option import OnMiss, Weights, bytes_of, check_options, complete
+from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.plan.kept_costs import keep_costs, kept_costs
 from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.plan.request import HowToAnswer, Request, Times
@@ -394,17 +383,12 @@ class Engine:
         with self.resolve(prompt, chunks) as resolved:
             return self.scheduler.run(compute)
 
-    def resolve(
-        self, prompt: Prompt, chunks: Sequence[str] | None = None,
-        settings: AnswerSettings | None = None,
-    ) -> Resolved:  # fmt: skip
+    def resolve(self, prompt: Prompt, chunks: Sequence[str] | None = None) -> Resolved:
         """The tokens of a prompt, and the open caches of its chunks; a context manager.
 
-        Arguments and errors are those of `generate`. Nothing is computed: a missed chunk is text,
-        even if ``on_miss`` is ``compute``.
+        Arguments and errors are those of `generate`. Nothing is computed: a missed chunk is text.
         """
-        settings = settings or AnswerSettings.of(on_miss="text")
-        resolved = self._read(prompt, chunks, settings)
+        resolved = self._read(prompt, chunks, AnswerSettings.of(on_miss="text"))
         try:
             resolved.open(behind=0)
         except BaseException:

@@ -1,8 +1,8 @@
 """Every error a user can meet, in one small hierarchy.
 
 A message names the value that was wrong, what is allowed, and the next step, so that it can be
-shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only. Each
-class also derives from the builtin exception that a caller of any other library would catch.
+shown as it stands. Mistakes of the caller raise; ``assert`` is for our own invariants only. Many
+classes also derive from a builtin exception, such as ValueError.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def unknown_option(
 ) -> UnknownOption:
     """The error for an unknown option. elsewhere: name -> what to do instead."""
     if name in elsewhere:
-        return UnknownOption(f"{name!r} is no {kind}: {elsewhere[name]}")
+        return UnknownOption(f"{name!r} is not an {kind}: {elsewhere[name]}")
     return UnknownOption.among(kind, name, known)
 
 

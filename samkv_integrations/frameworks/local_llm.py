@@ -122,7 +122,7 @@ def known_options(kind: str, given: Mapping[str, Any], known: Sequence[str]) -> 
             raise unknown_option(kind, name, known, instead)
         allowed, why = OF_TRANSFORMERS[name]
         if allowed is None:
-            raise UnknownOption(f"{name!r} is no {kind}: {why}")
+            raise UnknownOption(f"{name!r} is not an {kind}: {why}")
         if value is not None and allowed is not ... and value != allowed:
             raise InvalidOption(Given(name, value), f"; {why}, leave it out or give {allowed}")
     return found

@@ -54,8 +54,8 @@ class ToolCall:
 class ToolAnswer:
     """The parts of an answer.
 
-    full_text: without the calls. broken: parts of it that resemble a call and are none, such as of
-    a tool that the request does not have.
+    full_text: without the calls. broken: parts of it that resemble calls but cannot be made, such
+    as calls of tools that the request does not have.
     """
 
     full_text: str
@@ -227,7 +227,7 @@ class ToolUse:
 
 
 def _json(text: str) -> object:
-    """The value of a text that a model wrote; None if it is no JSON."""
+    """The value of a text that a model wrote; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -50,7 +50,7 @@ class CostModel:
         entries_s = n_context * (self.entry_s + self.read_s)
         return self._pass_s(n_again, n_again * layout.n_tokens) + entries_s
 
-    def chunks_s(self, lengths: Sequence[int], n_prefix: int = 0) -> float:
+    def chunks_s(self, lengths: Sequence[int], n_prefix: int) -> float:
         """A layer of computing and storing chunks of these lengths.
 
         n_prefix: tokens of their prefix, which count once for each chunk: an upper bound.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar, cast
 
@@ -25,7 +26,6 @@ class Table(Mapping[str, T], Generic[T]):
     def __init__(self, kind: str, of: type, places: Mapping[str, str], *, group: str = "") -> None:
         self._kind, self._type, self._places, self._group = kind, of, places, group
         self._loaded: dict[str, T] = {}
-        self._added: dict[str, EntryPoint] | None = None
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
@@ -36,39 +36,38 @@ class Table(Mapping[str, T], Generic[T]):
                 except ModuleNotFoundError as error:  # a module that an extra installs
                     raise MissingExtra.of(error.name or place, "transformers") from error
             else:
-                self._loaded[name] = self._load(self._others()[name])
+                self._loaded[name] = self._load(self._others[name])
         return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._places
-        yield from self._others()
+        yield from self._others
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._others())
+        return len(self._places) + len(self._others)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places or name in self._others()
+        return name in self._places or name in self._others
 
     def __repr__(self) -> str:
         return f"<{self._kind}s: {', '.join(self)}>"
 
+    @cached_property
     def _others(self) -> Mapping[str, EntryPoint]:
-        """The entry points of the group by name, read once."""
-        if self._added is None:
-            found: dict[str, EntryPoint] = {}
-            points = entry_points(group=self._group) if self._group else ()
-            for point in sorted(points, key=lambda each: (each.name, _distribution(each))):
-                if point.name in self._places or point.name in found:
-                    other = found.get(point.name)
-                    owner = "samkv-integrations" if other is None else _distribution(other)
-                    raise InvalidOption(
-                        f"{self._kind} {point.name!r} of the distribution {_distribution(point)!r} "
-                        f"has the name of one of {owner!r}; rename its entry point in the group "
-                        f"{self._group!r}, or uninstall it"
-                    )
-                found[point.name] = point
-            self._added = found
-        return self._added
+        """The entry points of the group by name."""
+        found: dict[str, EntryPoint] = {}
+        points = entry_points(group=self._group) if self._group else ()
+        for point in sorted(points, key=lambda each: (each.name, _distribution(each))):
+            if point.name in self._places or point.name in found:
+                other = found.get(point.name)
+                owner = "samkv-integrations" if other is None else _distribution(other)
+                raise InvalidOption(
+                    f"{self._kind} {point.name!r} of the distribution {_distribution(point)!r} "
+                    f"has the name of one of {owner!r}; rename its entry point in the group "
+                    f"{self._group!r}, or uninstall it"
+                )
+            found[point.name] = point
+        return found
 
     def _load(self, point: EntryPoint) -> T:
         whose = f"{self._kind} {point.name!r} of the distribution {_distribution(point)!r}"

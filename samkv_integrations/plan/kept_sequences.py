@@ -18,6 +18,8 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from samkv_integrations.prompt.layout import n_in_common
+
 Ids = NDArray[np.int64]
 Entries = TypeVar("Entries")
 
@@ -58,7 +60,8 @@ class KeptSequence(Generic[Entries]):
         """Whether it serves every prompt that ``other`` serves, but for its last few tokens."""
         if self.made_by != other.made_by:
             return False
-        n_common, n_most = common(self.token_ids, other.token_ids), len(other.token_ids) - LEAST
+        n_common = n_in_common(self.token_ids, other.token_ids)
+        n_most = len(other.token_ids) - LEAST
         return (
             n_common >= n_most
             and self.n_exact >= min(other.n_exact, n_common)
@@ -118,13 +121,6 @@ class Wanted:
     first_chunk: int
     n_asked: int
     chunk_starts: tuple[int, ...] = ()
-
-
-def common(one: Ids, other: Ids) -> int:
-    """How many first tokens two sequences share."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 class KeptSequences(Generic[Entries]):
@@ -235,7 +231,7 @@ class KeptSequences(Generic[Entries]):
 
 def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int, bool]:
     """First tokens that a prompt may take, and whether it is a follow-up."""
-    n_common = common(sequence.token_ids, wanted.token_ids)
+    n_common = n_in_common(sequence.token_ids, wanted.token_ids)
     n_contained = n_common
     if sequence.way != wanted.way:
         # The same prompt with another method is not a follow-up: that is how methods are
@@ -255,5 +251,5 @@ def _to_go_on_from(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int
 
 
 def _exact(sequence: KeptSequence[Entries], wanted: Wanted) -> tuple[int, bool]:
-    n_common = min(common(sequence.token_ids, wanted.token_ids), sequence.n_exact)
+    n_common = min(n_in_common(sequence.token_ids, wanted.token_ids), sequence.n_exact)
     return n_common, sequence.n_prompts_in(n_common) > 0

@@ -127,10 +127,8 @@ def make_plan(request: Request, found: Match[FirstEntries], *, may_compute: bool
 
 
 def _check_length(request: Request) -> None:
-    n_tokens, window = (
-        len(request.resolved.token_ids),
-        request.how.settings.window_within(request.model.context_window),
-    )
+    n_tokens = len(request.resolved.token_ids)
+    window = request.how.settings.window_within(request.model.context_window)
     if n_tokens + request.how.capacity > window:
         raise PromptTooLong(
             f"prompt of {n_tokens} tokens (chunks at full size) and {request.how.capacity} new "
@@ -143,9 +141,10 @@ def _chunks_behind(request: Request, n_held: int) -> tuple[Layout, list[StoredCh
     """The layout of the chunks after the cached prefix, their caches, and chunks without one."""
     parts, caches = list[ChunkPart](), list[StoredChunk]()
     missed: dict[tuple[int, ...], str] = {}
+    n_tokens = len(request.resolved.token_ids)
     for chunk in request.resolved.chunks:
         blocks = None if chunk.stored is None else chunk.stored.blocks
-        part = ChunkPart(runs=chunk.runs, blocks=blocks).behind(n_held)
+        part = ChunkPart(runs=chunk.runs, blocks=blocks).within(range(n_held, n_tokens))
         if part is None:
             continue
         parts.append(part)
@@ -203,7 +202,7 @@ def _recomputed_in_prefix(request: Request, source: Source, n_held: int) -> NDAr
     parts = [
         ChunkPart(
             runs=chunk.runs, blocks=ChunkBlocks(n_tokens=len(chunk.token_ids), scheme=scheme)
-        ).within(n_held)
+        ).within(range(n_held))
         for chunk in resolved.chunks
     ]
     layout = Layout(
@@ -233,9 +232,8 @@ def _remains(
     if n_exact == n_held and is_exact:
         n_exact = layout.n_tokens
     elif n_exact == n_held and int(layout.context_positions[0]) >= n_held + LEAST:
-        n_exact = int(
-            layout.context_positions[0]
-        )  # a pass over fewer tokens may take faster products, which round
+        # a pass over fewer tokens may take faster products, which round
+        n_exact = int(layout.context_positions[0])
 
     n_asked, n_before = request.n_asked, max(n_held, prompts[-1].stop if prompts else 0)
     begins = (

@@ -62,8 +62,7 @@ class Request:
     """One prompt and how to answer it: read in the caller's thread, computed in the model's.
 
     chunks: identifies and computes chunk caches. resolved: the prompt's tokens, and the open caches
-    of its chunks. sequences: kept sequences of the engine; None to use and keep none. owner: who
-    asks, see `FairTurns`.
+    of its chunks. sequences: kept sequences of the engine. owner: who asks, see `FairTurns`.
     n_held: length of the cached prefix at the latest look-up.
     stages: those that have ended, in order; they do not overlap.
     """
@@ -72,7 +71,7 @@ class Request:
     resolved: Resolved
     how: HowToAnswer
     times: Times
-    sequences: KeptSequences[FirstEntries] | None
+    sequences: KeptSequences[FirstEntries]
     owner: str = ""
     n_held: int = 0
     stages: list[Stage] = field(default_factory=list)
@@ -113,7 +112,7 @@ class Request:
     @property
     def keeps(self) -> bool:
         """Whether later prompts may go on from it."""
-        return self.sequences is not None and self.sequences.max_bytes > 0
+        return self.sequences.max_bytes > 0
 
     def beginning(self, *, is_exact: bool = False) -> Match[FirstEntries]:
         """The longest beginning of the prompt in memory.
@@ -121,8 +120,6 @@ class Request:
         is_exact: only entries that equal full prefill's, as for a method that uses no cache; else
             all that the method may go on from.
         """
-        if self.sequences is None:
-            return Match()
         wanted = Wanted(
             made_by=self.chunks.fingerprint.computed_by, way=self.way,
             deletion=self.resolved.since, token_ids=self.token_ids,
@@ -149,7 +146,7 @@ class Request:
 
     def keep(self, sequence: KeptSequence[FirstEntries]) -> bool:
         """Keep a sequence for later prompts; returns whether it is kept."""
-        return self.sequences is not None and self._has_same_model and self.sequences.keep(sequence)
+        return self._has_same_model and self.sequences.keep(sequence)
 
     @property
     def _has_same_model(self) -> bool:
@@ -161,14 +158,12 @@ class Request:
 
     def drop(self, sequence: KeptSequence[FirstEntries]) -> None:
         """Drop a kept sequence."""
-        if self.sequences is not None:
-            self.sequences.drop(sequence.entries)
+        self.sequences.drop(sequence.entries)
 
     def free_memory(self) -> None:
         """Free the hot chunks of all engines of the model, and kept sequences."""
         self.model.free()
-        if self.sequences is not None:
-            self.sequences.clear()
+        self.sequences.clear()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

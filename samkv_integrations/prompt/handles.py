@@ -89,6 +89,8 @@ class Handles:
 
     def require_whole(self, text: str) -> None:
         """Raises HandleError for the handle of a deleted chunk, and for a piece of a handle."""
+        if not _PIECE.search(text):
+            return
         with self._lock:
             names = set(self._issued)
         # 8 digits are compared first, because a prompt may hold many pieces

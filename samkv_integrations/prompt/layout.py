@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,8 +129,8 @@ def _candidates(
                 continue
             if compared > _MOST_COMPARED * len(prompt):
                 return found
-            after = _in_common(prompt[position:], chunk[place:])
-            before = _in_common(prompt[:position][::-1], chunk[:place][::-1])
+            after = n_in_common(prompt[position:], chunk[place:])
+            before = n_in_common(prompt[:position][::-1], chunk[:place][::-1])
             compared += after + before + 1
             seen[diagonal] = position + after
             if before + after >= MIN_RUN:
@@ -137,7 +138,7 @@ def _candidates(
     return found
 
 
-def _in_common(one: Ids, other: Ids) -> int:
+def n_in_common(one: NDArray[Any], other: NDArray[Any]) -> int:
     """The length of the common beginning. Compares at most about twice as many ids."""
     n, at, size = min(len(one), len(other)), 0, MIN_RUN
     while at < n:
@@ -164,22 +165,15 @@ class ChunkPart:
         """A whole chunk at ``position``."""
         return cls(runs=(Run(position, 0, blocks.n_tokens),), blocks=blocks)
 
-    def within(self, n_tokens: int) -> ChunkPart | None:
-        """The part within the first ``n_tokens`` of the prompt; None if there is none."""
+    def within(self, positions: range) -> ChunkPart | None:
+        """The part at these positions of the prompt; None if it has no token there."""
         runs = []
         for run in self.runs:
-            length = min(len(run), n_tokens - run.position)
-            if length > 0:
-                runs.append(replace(run, stop=run.start + length))
-        return replace(self, runs=tuple(runs)) if runs else None
-
-    def behind(self, n_tokens: int) -> ChunkPart | None:
-        """The part behind the first ``n_tokens`` of the prompt; None if there is none."""
-        runs = []
-        for run in self.runs:
-            cut = max(0, n_tokens - run.position)
-            if cut < len(run):
-                runs.append(Run(run.position + cut, run.start + cut, run.stop))
+            first = max(run.position, positions.start)
+            stop = min(run.span.stop, positions.stop)
+            if first < stop:
+                shift = run.start - run.position
+                runs.append(Run(first, first + shift, stop + shift))
         return replace(self, runs=tuple(runs)) if runs else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from samkv_integrations.errors import Given, InvalidOption
+from samkv_integrations.option import check_text
 from samkv_integrations.store.chunk import normalise
 
 _CHAT_TEMPLATE = "Documents:\n\n{context}\n\nQuestion: {question}"
@@ -32,15 +33,9 @@ def check_texts(what: str, texts: Iterable[str]) -> list[str]:
     return found
 
 
-def check_text(what: str, text: object) -> None:
-    """Raises InvalidOption unless ``text`` is a string; what: the name of the argument."""
-    if not isinstance(text, str):
-        raise InvalidOption(Given(what, text), "; it must be a string")
-
-
-def shorten(text: str, limit: int = 60) -> str:
-    """At most ``limit`` characters of ``text``, for a message."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def shorten(text: str) -> str:
+    """At most 60 characters of ``text``, for a message."""
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
 def rag_prompt(

@@ -99,16 +99,13 @@ class Resolved(AbstractContextManager["Resolved"]):
         Raises ChunkNotCached if ``on_miss`` is ``error`` and one has no usable cache.
         """
         store, made_by, self._behind = self.source.store, self.source.fingerprint, behind
-        wanted = [
-            chunk for chunk in self.chunks
+        keys = {
+            chunk.token_ids: chunk.key or store.key(made_by, chunk.token_ids)
+            for chunk in self.chunks
             if chunk.runs[-1].span.stop > behind and chunk.token_ids not in self._found
-        ]  # fmt: skip
-        if not wanted:
+        }
+        if not keys:
             return
-        keys: dict[tuple[int, ...], str] = {}
-        for chunk in wanted:
-            if chunk.token_ids not in keys:
-                keys[chunk.token_ids] = chunk.key or store.key(made_by, chunk.token_ids)
         store.begin_to_fetch(list(keys.values()), made_by)  # in parallel
         for token_ids, key in keys.items():
             try:

@@ -9,7 +9,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from samkv_integrations.errors import Given, InvalidOption
+from samkv_integrations.prompt.layout import n_in_common
 from samkv_integrations.prompt.quoting import Chat, RenderedPrompt, SpecialTokens
 
 _USES_TOOLS = re.compile(r"\{[{%][^{}]*\btools\b")
@@ -201,10 +204,7 @@ class ModelText(ABC):
             return ()
         ids = self.tokenize(opening, special=True)
         in_history = self.tokenize(later.removeprefix(without), special=True)
-        n_same = next(
-            (at for at, pair in enumerate(zip(ids, in_history, strict=False)) if len({*pair}) > 1),
-            min(len(ids), len(in_history)),
-        )
+        n_same = n_in_common(np.array(ids), np.array(in_history))
         return tuple(ids[max(0, n_same - 1) :])
 
 

@@ -25,7 +25,7 @@ def require_runtime() -> None:
     MissingExtra.unless_installed("transformers", "torch", "transformers")
 
 
-def get_runtime(name: str = "transformers") -> RuntimeKind:
+def get_runtime(name: str) -> RuntimeKind:
     """The runtime called ``name``. Raises UnknownOption; its ``load`` raises MissingExtra."""
     if name not in RUNTIMES:
         raise UnknownOption.among("runtime", name, RUNTIMES)

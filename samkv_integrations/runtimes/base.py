@@ -246,11 +246,6 @@ class Runtime(ModelText):
     token_kv_bytes: int
 
     @property
-    def interleaves(self) -> bool:
-        """Whether `begin` and `prefill` pause between their parts."""
-        return False
-
-    @property
     def device_name(self) -> str:
         """The device, such as ``cpu`` or ``cuda:0``."""
         return "cpu"
@@ -438,10 +433,8 @@ class Runtime(ModelText):
 class RuntimeKind:
     """A runtime by its name, in a module that imports nothing heavy.
 
-    extra: the extra of this package that installs it; empty for a runtime of another distribution.
     load: makes a `Runtime` from a model's name and the runtime's options.
     """
 
     name: str
-    extra: str = ""
     load: Callable[..., Runtime]

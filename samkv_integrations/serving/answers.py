@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -141,7 +141,7 @@ class RunningAnswer:
         self.pieces = Pieces()
         self.is_complete = self.is_abandoned = False
         self.sequence: TokenSequence | None = None
-        self.token = self._n_tokens = self._n_steps = self._n_decoded = 0
+        self.token = self._n_tokens = self._n_steps = 0
         self._tokens: list[int] = []
         self._is_unsure = False  # the last step checked a draft, and no token was certain
         self._decode_s = 0.0
@@ -158,7 +158,7 @@ class RunningAnswer:
             Stage(name="wait", began=request.times.read, ended=began),
         )
         prompt_ids = request.resolved.token_ids
-        with closing(request.resolved):
+        with request.resolved:
             first = first_token(request, _PassObserver(self, pause))
             self.sequence, self._kept, self._report = first.sequence, first.kept, first.report
             self._sampler = request.model.sampler(
@@ -206,7 +206,6 @@ class RunningAnswer:
         if n_wrong := len(logits) - len(chosen):
             self.sequence.rewind(n_wrong)
         for token in chosen:
-            self._n_decoded += 1
             self._take(token)
             if self.is_complete:
                 break
@@ -252,8 +251,8 @@ class RunningAnswer:
             from_cache=np.append(prompt.from_cache, np.zeros(n_decoded, np.bool_)),
             n_exact=len(token_ids) if is_exact else prompt.n_exact, n_bytes=prompt.entries.n_bytes,
         )  # fmt: skip
-        self._kept = None
         self._report = replace(self._report, stays=request.keep(kept))
+        self._kept = None
 
     def fail(self, error: BaseException) -> None:
         """Pass ``error`` to the reader, after the pieces that are already put."""
@@ -271,12 +270,10 @@ class RunningAnswer:
 
     def release(self) -> None:
         """End the answer and free its entries; those of an abandoned answer are kept first."""
-        kept = self._kept
         try:
             self._keep()
         except Exception:  # it would save a later prompt time
             _log.warning("an abandoned answer is not kept in memory", exc_info=True)
-            self._kept = kept
             self._drop_kept()
         sequence, self.sequence = self.sequence, None
         try:
@@ -293,6 +290,6 @@ class RunningAnswer:
         report = replace(
             self._report, completion_tokens=self._n_tokens, decode_kv_bytes=self.sequence.kv_bytes,
             decode_tokens_per_s=n_later / self._decode_s if self._decode_s else 0.0,
-            tokens_per_step=self._n_decoded / self._n_steps if self._n_steps else 0.0,
+            tokens_per_step=(len(self._tokens) - 1) / self._n_steps if self._n_steps else 0.0,
         )  # fmt: skip
         self.pieces.put(Piece(text=text, report=report, finish_reason=finish_reason))

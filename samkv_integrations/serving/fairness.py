@@ -28,9 +28,7 @@ class FairTurns(Turns):
         super().__init__(limits)
         self._clock = 0.0
         self._used: dict[str, float] = {}
-        self._owed: dict[
-            str, float
-        ] = {}  # seconds of an owner's calls that its answers have not had
+        self._owed: dict[str, float] = {}  # owner -> seconds of its calls due to its answers
 
     def batch(self, running: Sequence[RunningAnswer]) -> list[RunningAnswer]:
         """The first answer of each owner, then the second of each, up to ``max_batch``."""
@@ -49,10 +47,8 @@ class FairTurns(Turns):
         An owner waits while an owner of running answers has used less. A full batch takes one more
         answer of an owner that has at least two answers fewer in it than another.
         """
-        batch, begun, has_room = self.batch(running), [*running], True
-        if isinstance(paused, RunningAnswer):
-            batch.append(paused)
-            begun.append(paused)
+        own = [paused] if isinstance(paused, RunningAnswer) else []
+        batch, begun, has_room = self.batch(running) + own, [*running, *own], True
         n_running = Counter(each.owner for each in batch)
         fullest = max(n_running.values(), default=0)
         owners = {*n_running, *(job.owner for job in waiting)}

@@ -49,12 +49,13 @@ class AnswerStream(Iterator[str], AsyncIterator[str]):
     next piece raises TimedOut.
     """
 
+    _is_over = True  # until the object is complete
+
     def __init__(self, scheduler: Scheduler, request: Request, audience: Audience) -> None:
-        self._is_submitted, self._is_over = False, True  # until it is complete
         self._scheduler, self._request, self._audience = scheduler, request, audience
         self._answer = RunningAnswer(request)
         self._last: Piece | None = None
-        self._is_over = False
+        self._is_submitted = self._is_over = False
 
     # -- reading ----------------------------------------------------------------------------
 

@@ -148,10 +148,13 @@ def trace_answer(ended: AnswerEnded) -> None:
     if has_failed:
         span.set_status(telemetry.api.Status(telemetry.api.StatusCode.ERROR))
     below = telemetry.api.set_span_in_context(span, caller)
-    for stage in _stages_of(ended) if span.is_recording() else ():
-        telemetry.tracer.start_span(f"samkv.{stage.name}", below, start_time=ns(stage.began)).end(
-            end_time=ns(stage.ended)
-        )
+    if report is not None and span.is_recording():
+        decode = Stage(name="decode", began=ended.stages[-1].ended, ended=ended.ended)
+        for stage in (*ended.stages, decode):
+            child = telemetry.tracer.start_span(
+                f"samkv.{stage.name}", below, start_time=ns(stage.began)
+            )
+            child.end(end_time=ns(stage.ended))
     telemetry.record["gen_ai.client.operation.duration"](ended.ended - ended.began, labels, below)
     for name, value, more in () if report is None else _points_of(report):
         telemetry.record[name](value, labels | more, below)
@@ -181,14 +184,6 @@ def _figures_of(report: Report) -> Attributes:
     if report.chunk_misses:
         found["samkv.chunk.miss_reasons"] = sorted(report.chunk_misses)
     return found
-
-
-def _stages_of(ended: AnswerEnded) -> list[Stage]:
-    """The stages of an answer that has a first token, and a stage of all later tokens."""
-    if ended.report is None:
-        return []
-    decode = Stage(name="decode", began=ended.stages[-1].ended, ended=ended.ended)
-    return [*ended.stages, decode]
 
 
 def _points_of(report: Report) -> list[tuple[str, float, Attributes]]:

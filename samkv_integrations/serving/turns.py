@@ -80,10 +80,8 @@ class Turns:
         self, waiting: Sequence[Job], running: Sequence[RunningAnswer], paused: Job | None
     ) -> Job | None:
         """The job to run now; None for none. paused: the job in whose pause it would run."""
-        batch, begun = self.batch(running), [*running]
-        if isinstance(paused, RunningAnswer):
-            batch.append(paused)
-            begun.append(paused)
+        own = [paused] if isinstance(paused, RunningAnswer) else []
+        batch, begun = self.batch(running) + own, [*running, *own]
         may_call, may_begin = not batch or self._owed_s <= 0, len(batch) < self.limits.max_batch
         for job in waiting:
             if isinstance(job, Call):
@@ -113,5 +111,5 @@ class Turns:
 
 
 def is_read(answer: RunningAnswer) -> bool:
-    """Whether an answer goes on: it is neither at its end nor `AHEAD` of its reader."""
+    """Whether an answer goes on: it has not ended, and is less than `AHEAD` pieces ahead."""
     return not (answer.is_complete or answer.is_abandoned) and len(answer.pieces) < AHEAD

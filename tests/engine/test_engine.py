@@ -47,7 +47,6 @@ def test_any_chunks_are_served_from_their_caches(kind: str, method: str) -> None
     report = engine.generate(prompt, texts, method=method, max_new_tokens=3).report
     assert (report.found, report.chunk_misses) == (len(texts), {})
     assert report.reused == 0 if report.ran == "recompute" else 0 <= report.reused <= len(texts)
-    assert report.chunk_misses == {}
     assert report.context_tokens == sum(len(t.encode()) for t in texts)
 
 

@@ -23,6 +23,7 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.upkeep import verify
+from tests.support.chunk_files import flip
 from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import tiny_model
@@ -55,12 +56,6 @@ def flip_entries(path: Path) -> None:
     content = bytearray(path.read_bytes())
     for at in range(len(content) * 2 // 5, len(content)):
         content[at] ^= 1
-    path.write_bytes(bytes(content))
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
     path.write_bytes(bytes(content))
 
 
@@ -146,9 +141,7 @@ def test_on_miss(engine: Engine) -> None:
 @pytest.mark.parametrize("method", ["reuse", "samkv-guided", "samkv-fusion"])
 def test_damage_that_shows_while_it_is_read_is_an_error_too(engine: Engine, method: str) -> None:
     file = chunk_file(engine, TEXTS[1])
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     with pytest.raises(ChunkNotCached, match=f"{engine.key_of(TEXTS[1])} has no usable cache"):
         engine.generate(PROMPT, TEXTS, method=method, on_miss="error")
     assert not file.exists()  # no prompt is slowed by it again

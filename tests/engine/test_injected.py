@@ -15,6 +15,7 @@ from samkv_integrations.plan.request import Request
 from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.serving import answers
 from samkv_integrations.serving.first_token import FirstToken, first_token
+from tests.support.chunk_files import flip
 from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import SPECIAL, tiny_model
@@ -76,9 +77,7 @@ def cut(engine: Engine) -> None:
 
 def flipped(engine: Engine) -> None:
     """So that it shows while it is read."""
-    data = bytearray(file_of(engine).read_bytes())
-    data[-1] ^= 1
-    file_of(engine).write_bytes(data)
+    flip(file_of(engine))
 
 
 def put_away(engine: Engine) -> None:

@@ -22,6 +22,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import StoreError
 from samkv_integrations.option import OnMiss
 from samkv_integrations.prompt.resolve import MAX_OPEN
+from tests.support.chunk_files import flip
 from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, engine_on
@@ -169,9 +170,7 @@ def test_an_ingest_says_so_in_one_line(engine: Engine, fails: Failure) -> None:
 
 def test_one_that_is_lost_is_lost_wherever_it_is_named(engine: Engine) -> None:
     (file,) = folder_of(engine).rglob(f"{engine.key_of(TEXTS[0])}.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     prompt = "\n\n".join([TEXTS[0], TEXTS[1], TEXTS[0], "Q?"])
     report = engine.generate(prompt, method="reuse", max_new_tokens=1).report
     assert (report.chunk_misses, report.computed_now, report.reused) == ({"corrupt": 2}, 2, 1)

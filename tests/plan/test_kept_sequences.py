@@ -17,8 +17,8 @@ from samkv_integrations.plan.kept_sequences import (
     KeptSequences,
     Match,
     Wanted,
-    common,
 )
+from samkv_integrations.prompt.layout import n_in_common
 
 Index = KeptSequences[str]
 
@@ -246,7 +246,7 @@ def test_a_prompt_never_takes_half_of_what_was_blended_for_another(
     kept = sequence(ids, n_exact=prompts[0].start, prompts=tuple(prompts))
     prompt = HEAD + asked + [9]
     n_tokens, is_follow_up = found(index_of(kept).go_on(wanted(prompt, first_chunk=len(HEAD))))
-    agree = common(np.array(ids), np.array(prompt))
+    agree = n_in_common(np.array(ids), np.array(prompt))
     usable = [
         n for n in range(agree + 1)
         if not any(of.start < n < of.stop for of in prompts)

@@ -20,6 +20,7 @@ from samkv_integrations.methods.epic import EPIC, EpicRecompute
 from samkv_integrations.methods.eviction import EVICTIONS
 from samkv_integrations.runtimes.transformers.passes.working_cache import DenseCache
 from samkv_integrations.runtimes.transformers.runtime import Model
+from tests.support.chunk_files import flip
 from tests.support.laws import CHUNKS
 from tests.support.models import tiny_model
 from tests.support.table_runtime import TableRuntime, TableSequence
@@ -82,7 +83,7 @@ def test_a_model_that_cannot_tell_its_generation_when_an_answer_is_kept() -> Non
     next(stream)
     runtime.fails = True
     stream.close()
-    assert answers(engine)
+    assert answers(engine) and not runtime.fails
 
 
 @pytest.mark.parametrize("method", ["put_back", "close"])
@@ -99,7 +100,7 @@ def test_a_sequence_that_fails_when_it_is_released(
 
     monkeypatch.setattr(TableSequence, method, failing)
     abandon_one(engine)
-    assert answers(engine)
+    assert answers(engine) and calls[0] > 0
 
 
 def test_a_runtime_that_gives_too_few_logits() -> None:
@@ -125,9 +126,10 @@ def test_a_runtime_that_fails_between_jobs() -> None:
             if self.n_turns == 2:
                 raise RuntimeError("no threads")
 
-    engine = Engine(Runtime(), MemoryStore())
+    runtime = Runtime()
+    engine = Engine(runtime, MemoryStore())
     outcome(lambda: engine.generate(PROMPT, max_new_tokens=3).text)
-    assert answers(engine)
+    assert answers(engine) and runtime.n_turns > 2
 
 
 def test_an_answer_that_evicts_fails_although_another_one_goes_on(
@@ -190,9 +192,6 @@ def test_a_damaged_layer_is_a_miss_on_any_runtime(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path / "kv")
     engine = Engine(TableRuntime(), store)
     (key,) = engine.cache_chunks([TEXT])
-    file = store.file(key, engine.fingerprint.digest)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(store.file(key, engine.fingerprint.digest))
     answer = engine.generate(f"{TEXT}\nQ?", method="reuse", on_miss="text")
     assert answer.report.chunk_misses == {"corrupt": 1}

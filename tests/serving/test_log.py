@@ -10,8 +10,10 @@ import pytest
 
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import ChunkNotCached, SamkvError
+from tests.support.chunk_files import flip
 from tests.support.handles import TYPED, issued
 from tests.support.models import tiny_model
+from tests.support.served import chunk_file
 
 LOGGER = "samkv_integrations"
 MARK = "zugzwang"
@@ -38,20 +40,8 @@ def lines(log: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in found if line.startswith("answered: ")]
 
 
-def file_of(engine: Engine, text: str) -> Path:
-    assert isinstance(engine.store, ChunkStore)
-    (file,) = engine.store.path.rglob(f"{engine.key_of(text)}.safetensors")
-    return file
-
-
-def flip_last(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def test_one_line_an_answer(engine: Engine, log: pytest.LogCaptureFixture) -> None:
-    file_of(engine, TEXTS[1]).unlink()
+    chunk_file(engine, TEXTS[1]).unlink()
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=3).report
     assert lines(log) == [f"answered: {report.line}"]
     for part in ("model=tiny-llama", "method=reuse", f"prompt_tokens={report.prompt_tokens}"):
@@ -75,8 +65,8 @@ def test_no_text_is_logged(
         engine.generate(PROMPT, method=method, max_new_tokens=2)
     engine.generate(chat, max_new_tokens=2)
     engine.generate(f"{handle} {TYPED} {MARK}?", max_new_tokens=2)  # one that nobody issued
-    file_of(engine, TEXTS[0]).write_bytes(b"damaged")
-    flip_last(file_of(engine, TEXTS[1]))
+    chunk_file(engine, TEXTS[0]).write_bytes(b"damaged")
+    flip(chunk_file(engine, TEXTS[1]))
     engine.generate(PROMPT, max_new_tokens=2)
     engine.announce(TEXTS, "compute")
     engine.generate(PROMPT.upper(), max_new_tokens=2)  # no announced chunk is in it
@@ -92,7 +82,7 @@ def test_no_text_is_logged(
             wrong()
     with pytest.raises(ChunkNotCached):
         engine.announce([f"A new chunk about {MARK}"], "error")
-    file = file_of(engine, TEXTS[2])
+    file = chunk_file(engine, TEXTS[2])
     assert isinstance(engine.store, ChunkStore)
     engine.store.path.rename(engine.store.path.with_name("moved"))  # it fails
     engine.generate(PROMPT, max_new_tokens=2)

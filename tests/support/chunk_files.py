@@ -24,6 +24,13 @@ def open_file(path: Path, chunk: ChunkCache) -> ChunkFile:
     return ChunkFile(path, chunk.key, chunk.fingerprint, namespace=NAMESPACE, secret=SECRET)
 
 
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit of a file, by default of its last byte, which is an entry's."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def read_all(stored: StoredChunk) -> NDArray[np.uint8]:
     """(L, T, E): the entries of all layers."""
     entries = np.empty(cache_shape(stored.fingerprint, stored.n_tokens).entries, np.uint8)

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from samkv_integrations.runtimes.transformers import runtime as runtime_module
@@ -59,6 +60,22 @@ def tool_model(form: str = "hermes", likes: tuple[str, ...] = ('"',)) -> Model:
     hf = hf_model("llama", max_position_embeddings=8192)
     liked = tokenizer.convert_tokens_to_ids(list(likes))
     return Model(liking(hf, liked), tokenizer, f"tiny-{form}")
+
+
+QUESTION = "Which river is Denbury on?"
+RECORD = "[Denbury] Denbury is a town on the river Tume, an hour from Flevport."
+CALL = '<tool_call>\n{"name": "find_record", "arguments": {"town": "Denbury"}}\n</tool_call>'
+
+
+def find_record(town: str) -> str:
+    """Finds the record of a town."""
+    return RECORD if town == "Denbury" else "none"
+
+
+class Town(BaseModel):
+    """A town."""
+
+    name: str = Field(max_length=8)
 
 
 def dictated(*texts: str) -> Any:

@@ -203,7 +203,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         call = _under_one_name(given)
         call.pop("stream", None)  # an option of LangChain alone
         for name in call.keys() & _INSTEAD.keys():
-            raise UnknownOption(f"{name!r} is no option of a call: {_INSTEAD[name]}")
+            raise UnknownOption(f"{name!r} is not an option of a call: {_INSTEAD[name]}")
         if stop is not None:
             if call.get("stop") is not None:
                 raise InvalidOption("stop_sequences and stop are the same option; give one")

@@ -20,6 +20,7 @@ from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.methods import Method
 from samkv_integrations.methods.eviction import Eviction
 from samkv_integrations.options import AnswerSettings
+from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.prompt.resolve import Resolved
 from samkv_integrations.prompt.text import TextStream
@@ -296,7 +297,7 @@ def _observed(
             logits = torch.cat((logits, sinks.float()[:, None]), -1)
         seen[layer.number] = layer.plan, logits.softmax(-1)[:, : len(layer.keys)].mean(0).cpu()
 
-    request = replace(engine.request(resolved, settings), sequences=None)
+    request = replace(engine.request(resolved, settings), sequences=KeptSequences(0))
 
     def answer(pause: Callable[[], None]) -> tuple[str, Report, TensorLayout]:
         first = first_token(request, LayerObserver(see))

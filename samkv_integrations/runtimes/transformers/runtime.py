@@ -70,11 +70,6 @@ class Model(LayeredModel, Runtime):
     def device_name(self) -> str:
         return str(self.device)
 
-    @property
-    def interleaves(self) -> bool:
-        """True on a CPU. On a GPU the host only queues the layers."""
-        return self.device.type == "cpu"
-
     # -- identity -----------------------------------------------------------------------------
 
     def generation(self) -> int:

@@ -364,9 +364,9 @@ class TestArguments:
         [
             ({"temprature": 1}, "option of a call 'temprature'; known: do_sample"),
             ({"temperature": "hot"}, "temperature='hot'"),
-            ({"model": "other"}, "'model' is no option of a call: an LLM runs one model"),
-            ({"response_format": {}}, "'response_format' is no option of a call: use with_struct"),
-            ({"n": 2}, "'n' is no option of a call"),
+            ({"model": "other"}, "'model' is not an option of a call: an LLM runs one model"),
+            ({"response_format": {}}, "'response_format' is not an option of a call: use with"),
+            ({"n": 2}, "'n' is not an option of a call"),
         ],
     )
     def test_wrong_ones_of_a_call(

@@ -14,29 +14,15 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import tool
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
-from pydantic import BaseModel, Field
 
 from langchain_samkv import ChatSamKV, SamKV
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
+from tests.support import tools
 from tests.support.models import tiny_model
-from tests.support.tools import dictated, tool_model
+from tests.support.tools import CALL, QUESTION, RECORD, Town, dictated, tool_model
 
-QUESTION = "Which river is Denbury on?"
-RECORD = "[Denbury] Denbury is a town on the river Tume, an hour from Flevport."
-CALL = '<tool_call>\n{"name": "find_record", "arguments": {"town": "Denbury"}}\n</tool_call>'
-
-
-@tool
-def find_record(town: str) -> str:
-    """Finds the record of a town."""
-    return RECORD if town == "Denbury" else "none"
-
-
-class Town(BaseModel):
-    """A town."""
-
-    name: str = Field(max_length=8)
+find_record = tool(tools.find_record)
 
 
 @pytest.fixture(scope="module")

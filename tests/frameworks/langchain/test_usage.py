@@ -12,28 +12,15 @@ from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_cal
 from langchain_core.messages import AIMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.tools import tool
-from pydantic import BaseModel, Field
 
 from langchain_samkv import ChatSamKV, SamKV
 from samkv_integrations import Engine, Report, collect_reports
-from tests.support.tools import dictated, tool_model
+from tests.support import tools
+from tests.support.tools import CALL, QUESTION, RECORD, Town, dictated, tool_model
 
-RECORD = "[Denbury] Denbury is a town on the river Tume, an hour from Flevport."
-PROMPT = f"{RECORD}\n\nWhich river is Denbury on?"
-CALL = '<tool_call>\n{"name": "find_record", "arguments": {"town": "Denbury"}}\n</tool_call>'
+PROMPT = f"{RECORD}\n\n{QUESTION}"
 OBJECT = '{"name": "Denbury"}'
-
-
-@tool
-def find_record(town: str) -> str:
-    """Finds the record of a town."""
-    return RECORD if town == "Denbury" else "none"
-
-
-class Town(BaseModel):
-    """A town."""
-
-    name: str = Field(max_length=8)
+find_record = tool(tools.find_record)
 
 
 class Ends(BaseCallbackHandler):

@@ -13,29 +13,20 @@ from llama_index.core.llms import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
-from pydantic import BaseModel, Field
 
 from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine
 from samkv_integrations.errors import AnswerCut, InvalidOption
 from tests.support.models import tiny_model
-from tests.support.tools import dictated, tool_model
-
-QUESTION = "Which river is Denbury on?"
-RECORD = "[Denbury] Denbury is a town on the river Tume, an hour from Flevport."
-CALL = '<tool_call>\n{"name": "find_record", "arguments": {"town": "Denbury"}}\n</tool_call>'
-
-
-def find_record(town: str) -> str:
-    """Finds the record of a town."""
-    return RECORD if town == "Denbury" else "none"
-
-
-class Town(BaseModel):
-    """A town."""
-
-    name: str = Field(max_length=8)
-
+from tests.support.tools import (
+    CALL,
+    QUESTION,
+    RECORD,
+    Town,
+    dictated,
+    find_record,
+    tool_model,
+)
 
 TOOL = FunctionTool.from_defaults(find_record)
 

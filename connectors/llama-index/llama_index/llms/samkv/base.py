@@ -56,7 +56,7 @@ from samkv_integrations.frameworks.tool_calls import (
     takes_tools,
     with_tools,
 )
-from samkv_integrations.prompt.rag_template import check_text
+from samkv_integrations.option import check_text
 from samkv_integrations.prompt.reader import Prompt
 
 if TYPE_CHECKING:
