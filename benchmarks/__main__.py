@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from typer import Typer
+
 from samkv_integrations.cli.app import keep_freed_memory
 
 BENCHMARKS = {
@@ -47,8 +49,9 @@ def main() -> None:
         usage = f"usage: python -m benchmarks NAME [options]; each takes --help\n\n{listed}\n"
         (sys.stdout if name == "--help" else sys.stderr).write(usage)
         sys.exit(0 if name == "--help" else f"\nunknown benchmark {name!r}")
-    sys.argv = [f"python -m benchmarks {name}", *arguments]
-    import_module(f"benchmarks.{name}").main()
+    program, main = f"python -m benchmarks {name}", import_module(f"benchmarks.{name}").main
+    sys.argv = [program, *arguments]
+    main(prog_name=program) if isinstance(main, Typer) else main()
 
 
 if __name__ == "__main__":

@@ -455,12 +455,4 @@ def _known(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 app = command_line(latency)
-
-
-def main() -> None:
-    """Run the benchmark as the command line says."""
-    app(prog_name="python -m benchmarks latency")
-
-
-if __name__ == "__main__":
-    main()
+main = app

@@ -22,7 +22,7 @@ import typer
 from torch import Tensor, nn
 
 from benchmarks.answer_grid import Texts
-from benchmarks.commands import STDOUT, command_line, counts, markdown_table, write
+from benchmarks.commands import command_line, counts, markdown_table
 from benchmarks.run_settings import hardware
 from samkv_integrations.engine import Engine
 from samkv_integrations.options import AnswerSettings
@@ -96,7 +96,7 @@ def step(
     columns = ["context", "step, ms", "its products", "step, of them"]
     columns += ["llama.cpp", "step, of llama.cpp"] if peer else []
     typer.echo(f"{hardware(loaded)}", err=True)
-    write(markdown_table(columns, cells), STDOUT)
+    typer.echo(markdown_table(columns, cells))
 
 
 def _round(
