@@ -46,7 +46,7 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in BENCHMARKS:
         listed = "\n".join(f"  {each:22} {line}" for each, line in BENCHMARKS.items())
-        usage = f"usage: python -m benchmarks NAME [options]; each takes --help\n\n{listed}\n"
+        usage = f"usage: python -m benchmarks NAME [options]; most take --help\n\n{listed}\n"
         (sys.stdout if name == "--help" else sys.stderr).write(usage)
         sys.exit(0 if name == "--help" else f"\nunknown benchmark {name!r}")
     program, main = f"python -m benchmarks {name}", import_module(f"benchmarks.{name}").main
