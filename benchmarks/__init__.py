@@ -1,1 +1,1 @@
-"""Measurements over the frameworks' pipelines."""
+"""Measurements of time, memory, answers and stores."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from typer import Typer
+
 from samkv_integrations.cli.app import keep_freed_memory
 
 BENCHMARKS = {
@@ -44,11 +46,12 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in BENCHMARKS:
         listed = "\n".join(f"  {each:22} {line}" for each, line in BENCHMARKS.items())
-        usage = f"usage: python -m benchmarks NAME [options]; each takes --help\n\n{listed}\n"
+        usage = f"usage: python -m benchmarks NAME [options]; most take --help\n\n{listed}\n"
         (sys.stdout if name == "--help" else sys.stderr).write(usage)
         sys.exit(0 if name == "--help" else f"\nunknown benchmark {name!r}")
-    sys.argv = [f"python -m benchmarks {name}", *arguments]
-    import_module(f"benchmarks.{name}").main()
+    program, main = f"python -m benchmarks {name}", import_module(f"benchmarks.{name}").main
+    sys.argv = [program, *arguments]
+    main(prog_name=program) if isinstance(main, Typer) else main()
 
 
 if __name__ == "__main__":

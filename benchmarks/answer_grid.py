@@ -106,6 +106,23 @@ class Timed:
     report: Report | None = None
 
 
+class Peer:
+    """A process that answers by llama.cpp, see `benchmarks.llama_peer`. python: its interpreter."""
+
+    def __init__(self, python: str, file: str) -> None:
+        script, n_threads = Path(__file__).with_name("llama_peer.py"), str(torch.get_num_threads())
+        self._process = Popen([python, script, file, n_threads], stdin=PIPE, stdout=PIPE, text=True)
+
+    def answer(self, ids: Sequence[int], new_tokens: int) -> dict[str, float]:
+        """The seconds of an answer."""
+        lines, told = self._process.stdin, self._process.stdout
+        assert lines is not None and told is not None
+        lines.write(json.dumps({"ids": list(ids), "new_tokens": new_tokens}) + "\n")
+        lines.flush()
+        found: dict[str, float] = json.loads(told.readline())
+        return found
+
+
 class Ways:
     """Each way to answer a prompt.
 
@@ -133,13 +150,9 @@ class Ways:
             model.tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
         return Timed(seconds=self.clock() - began)
 
-    def peer(self, process: Popen[str], messages: Any, new_tokens: int) -> Timed:
-        """llama.cpp's, see `benchmarks.llama_peer`."""
-        assert process.stdin is not None and process.stdout is not None
-        ids = self.model.tokenize_prompt(self.engine.render(messages))
-        process.stdin.write(json.dumps({"ids": ids, "new_tokens": new_tokens}) + "\n")
-        process.stdin.flush()
-        told = json.loads(process.stdout.readline())
+    def peer(self, peer: Peer, messages: Any, new_tokens: int) -> Timed:
+        """llama.cpp's."""
+        told = peer.answer(self.model.tokenize_prompt(self.engine.render(messages)), new_tokens)
         return Timed(seconds=told["cpu_s" if self.clock is time.process_time else "seconds"])
 
     def ours(self, messages: Any, new_tokens: int, chunks: Sequence[str], way: str) -> Timed:
@@ -174,7 +187,7 @@ class Row:
 
 def measured(
     ways: Ways, texts: Texts, cell: Cell, names: Sequence[str], rounds: int,
-    peer: Popen[str] | None = None,
+    peer: Peer | None = None,
 ) -> list[Row]:  # fmt: skip
     """A row for each way."""
     engine = ways.engine
@@ -252,12 +265,7 @@ def main() -> None:
             f"no cell after --skip {args.skip} has {args.least_tokens} to {most_tokens} tokens; "
             "give other --least-tokens or --most-tokens, or leave out --quick"
         )
-    peer = None
-    if args.peer:
-        script, n_threads = Path(__file__).with_name("llama_peer.py"), str(torch.get_num_threads())
-        peer = Popen(
-            [args.peer_python, script, args.model, n_threads], stdin=PIPE, stdout=PIPE, text=True
-        )
+    peer = Peer(args.peer_python, args.model) if args.peer else None
     clock = time.process_time if args.cpu else time.perf_counter
     ways, texts = Ways(model, calibrated=args.calibrated, clock=clock), Texts(model)
     warm = Cell(chunks=2, chunk_tokens=40, others=0, cached=1.0, new_tokens=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -20,8 +19,6 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""
-STDOUT = Path("-")
-"""Names standard output where a file may be named."""
 
 
 class _Command(typer.core.TyperCommand):
@@ -49,7 +46,7 @@ def method_names(text: str) -> list[str]:
 
 
 def shares(option: str, text: str) -> list[float]:
-    """Numbers; InvalidOption names ``option`` if one is none."""
+    """The numbers between commas. Raises InvalidOption, which names ``option``, for other text."""
     try:
         return [float(part) for part in words(text)]
     except ValueError as error:
@@ -57,7 +54,7 @@ def shares(option: str, text: str) -> list[float]:
 
 
 def counts(option: str, text: str) -> list[int]:
-    """Whole numbers; InvalidOption names ``option`` if one is none."""
+    """As `shares`, for whole numbers."""
     try:
         return [int(part) for part in words(text)]
     except ValueError as error:
@@ -68,11 +65,6 @@ def loaded_model(model: str, device: str, dtype: str) -> Model:
     """The model that the options name."""
     use_threads_for(model)
     return load_model(model, device=device, dtype=dtype)
-
-
-def write(text: str, file: Path) -> None:
-    """Write to ``file``, or to standard output if it is `STDOUT`."""
-    typer.echo(text) if file == STDOUT else file.write_text(text + "\n", "utf-8")
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

@@ -41,7 +41,7 @@ from benchmarks.chats import (
     Place,
     TransformersChat,
 )
-from benchmarks.commands import STDOUT, TRUTH, command_line, loaded_model, markdown_table, write
+from benchmarks.commands import TRUTH, command_line, loaded_model, markdown_table
 from benchmarks.journal import Journal
 from benchmarks.right_table import rows_of
 from benchmarks.run_settings import hardware
@@ -277,7 +277,7 @@ def answers(
     """Right answers of every question, by turn."""
     asked = conversations_of(conversations, most)
     rows = run(model, dtype, output, asked, {"engine": WAYS})
-    write(answer_tables(rows, list(WAYS)), STDOUT)
+    typer.echo(answer_tables(rows, list(WAYS)))
 
 
 def times(
@@ -299,7 +299,7 @@ def times(
             raise UnknownOption.among("front end", name, FRONT_ENDS)
     asked = conversations_of(conversations, most)
     rows = run(model, dtype, output, asked, {name: FRONT_ENDS[name] for name in names})
-    write(time_table(rows), STDOUT)
+    typer.echo(time_table(rows))
 
 
 def pooled(
@@ -310,7 +310,7 @@ def pooled(
         {**row, "conversation": f"{folder} {row['conversation']}"}
         for folder in runs for row in rows_of(folder)
     ]  # fmt: skip
-    write(answer_tables(rows, list(WAYS)), STDOUT)
+    typer.echo(answer_tables(rows, list(WAYS)))
 
 
 app = command_line(answers, times, pooled)

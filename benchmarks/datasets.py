@@ -32,7 +32,6 @@ class Question(evaluation.Question):
     max_new_tokens: of the longest answer.
     """
 
-    dataset: str
     kind: str
     supporting: tuple[int, ...] = ()
     max_new_tokens: int = 16
@@ -120,7 +119,6 @@ def _of_record(record: Mapping[str, Any], stem: str) -> Question:
     documents = _documents(record)
     return Question(
         id=_text(record, "id"),
-        dataset=dataset,
         kind=str(record.get("set") or record.get("kind") or dataset),
         question=_text(record, "question"),
         answers=_answers(record),

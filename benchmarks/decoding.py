@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 from tqdm.auto import tqdm
 
-from benchmarks.commands import STDOUT, command_line, markdown_table, write
+from benchmarks.commands import command_line, markdown_table
 from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.run_settings import hardware
@@ -110,7 +110,7 @@ def decoding(
                 engines["unpacked"].cache_chunks(one.question.documents)
                 for row in _measure(engines, one, tokens, number % len(WAYS)):
                     journal.add(row)
-        write(table(list(journal.rows.values())), STDOUT)
+        typer.echo(table(list(journal.rows.values())))
 
 
 app = command_line(decoding)

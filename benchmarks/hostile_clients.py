@@ -29,7 +29,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.server_soak import KEYS, MAX_TOKENS, Asked, server_figures, two_tenants
+from benchmarks.server_soak import (
+    KEYS,
+    MAX_TOKENS,
+    Asked,
+    client_of,
+    server_figures,
+    two_tenants,
+)
 from samkv_integrations.cli.formatting import commit
 
 N_NORMAL = 8
@@ -199,20 +206,13 @@ async def watch(http: httpx.AsyncClient, seen: Seen) -> None:
         await asyncio.sleep(1)
 
 
-def _client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=url.removesuffix("/v1"), timeout=300.0, trust_env=False,
-        limits=httpx.Limits(max_connections=None),
-    )  # fmt: skip
-
-
 def send_hostile(url: str, names: Sequence[str], seconds: float, sent: Queue[Any]) -> None:
     """All hostile clients, in a process of their own: what came of each, by its name."""
     os.nice(19)  # they would have machines of their own
     outcomes = {name: Counter[str]() for name in names}
 
     async def run() -> None:
-        async with _client(url) as http:
+        async with client_of(url) as http:
             tasks = [
                 asyncio.create_task(hostile(http, name, at % 2 == 0, outcomes[name]))
                 for at, name in enumerate(names)
@@ -232,7 +232,7 @@ async def measure(url: str, asked: Sequence[Asked], minutes: float, names: Seque
     sent: Queue[Any] = spawning.Queue()
     attack_s = minutes * 45
     attackers = spawning.Process(target=send_hostile, args=(url, names, attack_s, sent))
-    async with _client(url) as http:
+    async with client_of(url) as http:
         tasks = [asyncio.create_task(normal(http, asked, at, seen)) for at in range(N_NORMAL)]
         tasks.append(asyncio.create_task(watch(http, seen)))
         try:

@@ -151,12 +151,4 @@ def _rows(
 
 
 app = command_line(ingest)
-
-
-def main() -> None:
-    """Run the benchmark as the command line says."""
-    app(prog_name="python -m benchmarks ingest")
-
-
-if __name__ == "__main__":
-    main()
+main = app

@@ -1,6 +1,6 @@
 """Pictures of what answers read, one question of each kind, for docs/inspect.md.
 
-    python -m benchmarks.inspection_pictures docs/pictures
+    python -m benchmarks inspection_pictures docs/pictures
 
 Draws the page in a headless Chromium (its driver has to be installed), and the terminal with rich.
 """
@@ -44,7 +44,7 @@ def inspected(engine: Engine, question: Question) -> Inspection:
 
 
 def page_of(seen: Inspection, driver: Chrome, picture: Path) -> None:
-    """All of the page, whose last line would hide what is under it."""
+    """A picture of the whole page. Its last line is moved, or it would hide what is under it."""
     with TemporaryDirectory() as folder:
         seen.save_html(file := Path(folder) / "page.html")
         driver.get(f"file://{file}")
@@ -65,8 +65,8 @@ def terminal_of(seen: Inspection, picture: Path) -> None:
     picture.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")
 
 
-def main(folder: str) -> None:
-    at = Path(folder)
+def main() -> None:
+    at = Path(*sys.argv[1:] or ["docs/pictures"])
     at.mkdir(parents=True, exist_ok=True)
     options = ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", f"--window-size={WIDTH},1000"):
@@ -83,4 +83,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["docs/pictures"])
+    main()

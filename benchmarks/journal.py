@@ -1,7 +1,4 @@
-"""The folder of a run: its settings, and every row as soon as it is measured.
-
-A run that was stopped goes on with the rows that its folder holds.
-"""
+"""The folder of a run. A run that was stopped continues with the rows that its folder holds."""
 
 from __future__ import annotations
 
@@ -30,13 +27,7 @@ class Journal:
     measures into it, or if it is not writable.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Mapping[str, Any],
-        *,
-        fresh: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self.rows: dict[tuple[str, str], Row] = {}
         self._out: TextIO | None = None
@@ -44,7 +35,7 @@ class Journal:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(FileLock(folder / LOCK, timeout=0))
-                self._claim(json.loads(json.dumps(settings)), fresh)
+                self._claim(json.loads(json.dumps(settings)))
             except TimeoutError as error:
                 raise InvalidOption(
                     f"another process measures into {folder}; wait for it, or name another folder "
@@ -56,18 +47,15 @@ class Journal:
                 ) from error
             self._opened = opened.pop_all()
 
-    def _claim(self, settings: Mapping[str, Any], fresh: bool) -> None:
+    def _claim(self, settings: Mapping[str, Any]) -> None:
         run, rows = self.folder / RUN, self.folder / ROWS
-        if fresh:
-            rows.unlink(missing_ok=True)
-            run.unlink(missing_ok=True)
         if run.exists():
             self._refuse_other(settings, run)
             self._read(rows)
         elif rows.exists():
             raise InvalidOption(f"{self.folder} has {ROWS} but no {RUN}; name another folder")
         else:
-            # whole or not at all: a process that is killed here leaves no half file behind
+            # so that a process that is killed here leaves no half of a file
             made = run.with_suffix(".tmp")
             made.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", "utf-8")
             made.replace(run)
@@ -77,11 +65,11 @@ class Journal:
             found = json.loads(run.read_text(encoding="utf-8"))
             differ = sorted(k for k in {*found, *settings} if found.get(k) != settings.get(k))
         except (ValueError, TypeError) as error:
-            raise InvalidOption(f"{run} is broken ({error}); --fresh starts over") from error
+            raise InvalidOption(f"{run} is broken ({error}); name another folder") from error
         if differ:
             raise InvalidOption(
                 f"{self.folder} holds a run of another {', '.join(differ)}; name another folder "
-                "with --output, or drop what it holds with --fresh"
+                "with --output"
             )
 
     def _read(self, path: Path) -> None:
@@ -97,7 +85,7 @@ class Journal:
                 self.rows[row["id"], row["label"]] = row
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidOption(
-                    f"{path}, line {number} is broken ({error!r}); --fresh starts over"
+                    f"{path}, line {number} is broken ({error!r}); delete the line"
                 ) from error
 
     def add(self, row: Row) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
 
-from benchmarks.commands import STDOUT, command_line, loaded_model, markdown_table, shares, write
+from benchmarks.commands import command_line, loaded_model, markdown_table, shares
 from benchmarks.datasets import Question
 from benchmarks.journal import Journal
 from benchmarks.question_sets import questions_of
@@ -143,7 +143,7 @@ def kvzip(
         [label, f"{pair.right} of {pair.questions}", f"{pair.lost}, {pair.won}", pair.points]
         for label, pair in zip(labels, pairs, strict=True)
     ]
-    write(markdown_table(("kept", "right", "lost, won", "points (95 %)"), cells), STDOUT)
+    typer.echo(markdown_table(("kept", "right", "lost, won", "points (95 %)"), cells))
 
 
 app = command_line(kvzip)

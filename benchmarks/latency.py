@@ -18,7 +18,6 @@ import typer
 from benchmarks import disk, models
 from benchmarks import options as own
 from benchmarks.commands import TRUTH, command_line, counts, method_names, shares, time_table
-from benchmarks.disk import require_cold
 from benchmarks.memory import Peak, peak_of
 from benchmarks.models import Words, device_name
 from samkv_integrations.cli import arguments as args
@@ -349,12 +348,8 @@ class LatencyConfig:
         for share in self.cached_shares:
             if not 0 <= share <= 1:
                 raise InvalidOption(f"cached={share:g}; a share must be between 0 and 1")
-        if not self.page_caches or set(self.page_caches) - {"warm", "cold"}:
-            raise InvalidOption(
-                f"page_cache={','.join(self.page_caches)!r}; allowed: {', '.join(PAGE_CACHES)}"
-            )
         if "cold" in self.page_caches:
-            require_cold()
+            disk.require_cold()
         check_folder(self.folder)
 
     def cells(self, chunk_tokens: int) -> list[Cell]:
@@ -455,12 +450,4 @@ def _known(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 app = command_line(latency)
-
-
-def main() -> None:
-    """Run the benchmark as the command line says."""
-    app(prog_name="python -m benchmarks latency")
-
-
-if __name__ == "__main__":
-    main()
+main = app

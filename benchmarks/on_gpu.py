@@ -351,12 +351,4 @@ def on_gpu(
 
 
 app = command_line(on_gpu)
-
-
-def main() -> None:
-    """Run the benchmark as the command line says."""
-    app(prog_name="python -m benchmarks on_gpu")
-
-
-if __name__ == "__main__":
-    main()
+main = app

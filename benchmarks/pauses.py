@@ -17,7 +17,7 @@ from statistics import median
 import typer
 
 from benchmarks.answer_grid import Texts
-from benchmarks.commands import STDOUT, markdown_table, write
+from benchmarks.commands import command_line, markdown_table
 from benchmarks.run_settings import hardware
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.loading import load_model
@@ -58,13 +58,8 @@ def pauses(
         for way, measured in found.items()
     ]
     titles = ("others go on", "longest pause, s", "pass of the long prompt, s")
-    write(f"{hardware(loaded)}\n{markdown_table(titles, rows)}", STDOUT)
+    typer.echo(f"{hardware(loaded)}\n{markdown_table(titles, rows)}")
 
 
-def main() -> None:
-    """Run the benchmark."""
-    typer.run(pauses)
-
-
-if __name__ == "__main__":
-    main()
+app = command_line(pauses)
+main = app

@@ -154,7 +154,6 @@ def _of_packages(path: Path) -> list[Question]:
     return [
         Question(
             id=record["id"],
-            dataset="packages",
             kind="packages",
             question=record["question"],
             answers=tuple(record["answers"]),

@@ -23,10 +23,10 @@ import typer
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from benchmarks.commands import STDOUT, command_line, loaded_model, write
+from benchmarks.commands import TRUTH, command_line, loaded_model
 from benchmarks.journal import Journal
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
-from benchmarks.right_table import FULL, summarise, table
+from benchmarks.right_table import summarise, table
 from benchmarks.run_settings import hardware
 from samkv_integrations.cli.formatting import Row, commit
 from samkv_integrations.engine import Engine
@@ -200,7 +200,7 @@ def right_answers(
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(".samkv/right"),
 ) -> None:
     """Right answers of every method, of all questions that were asked, and what they cost."""
-    labels = list(dict.fromkeys([FULL, *(each.strip() for each in methods.split(","))]))
+    labels = list(dict.fromkeys([TRUTH, *(each.strip() for each in methods.split(","))]))
     candidates = [Candidate.of(label) for label in labels]
     specs = list(questions or ())
     if data is not None:
@@ -222,7 +222,7 @@ def right_answers(
         _measure(loaded, journal, asked, candidates)
         wanted = {each.question.id for each in asked}
         rows = [row for row in journal.rows.values() if row["id"] in wanted]
-    write(table(summarise(rows, labels)), STDOUT)
+    typer.echo(table(summarise(rows, labels)))
 
 
 def _measure(

@@ -15,14 +15,12 @@ from typing import Annotated
 import typer
 
 from benchmarks import plot as picture
-from benchmarks.commands import STDOUT, command_line, markdown_table, write
+from benchmarks.commands import TRUTH, command_line, markdown_table
 from benchmarks.journal import ROWS
 from samkv_integrations.cli.formatting import Row
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab.evaluation import Paired
-
-FULL = "recompute"
 
 COLUMNS = (
     "method", "right", "lost, won", "difference, points (95 %)", "p", "recomputed",
@@ -57,7 +55,7 @@ def summarise(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
     whole = [found for found in by_question.values() if all(label in found for label in labels)]
     lines: list[Row] = []
     for label in labels if whole else ():
-        mine, full = [each[label] for each in whole], [each[FULL] for each in whole]
+        mine, full = [each[label] for each in whole], [each[TRUTH] for each in whole]
         paired = Paired.of([row["right"] for row in mine], [row["right"] for row in full])
         pairs = list(zip(mine, full, strict=True))
         timed = [
@@ -160,7 +158,7 @@ def right_table(
     if half not in ("choose", "report", "all"):
         raise InvalidOption(f"half={half!r}; allowed: choose, report, all")
     rows = [row for run in runs for row in rows_of(run) if half in (row["half"], "all")]
-    labels = [FULL, *(each.strip() for each in methods.split(",") if each.strip())]
+    labels = [TRUTH, *(each.strip() for each in methods.split(",") if each.strip())]
     if not methods:
         labels += [row["label"] for row in rows]
     labels = list(dict.fromkeys(labels))
@@ -171,7 +169,7 @@ def right_table(
     models, kinds = ({row[name]: row[name] for row in rows} for name in ("run", "kind"))
     if by_kind:
         parts += [short_table(rows, labels, models), short_table(rows, labels, kinds)]
-    write("\n\n".join(parts), STDOUT)
+    typer.echo("\n\n".join(parts))
     if plot:
         of_models = {
             name: summarise([row for row in rows if row["run"] == name], labels) for name in models

@@ -19,7 +19,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import resources
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,8 @@ DAMAGES = ("none", "none", "missing", "cut", "changed", "none", "shuffled", "tex
 
 
 def questions() -> list[dict[str, Any]]:
-    """Those that are shipped, short and long in turns."""
-    here = Path(__file__).with_name("data")
-    # up to commit 0e31fbb they were in the package
-    folder = here if here.is_dir() else resources.files("samkv_integrations") / "assets"
+    """The built-in model's questions, short and long in turns."""
+    folder = Path(__file__).with_name("data")
     lines = [
         [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
         for name in ("questions.jsonl", "questions-long.jsonl")
@@ -45,7 +42,7 @@ def questions() -> list[dict[str, Any]]:
 
 
 def damage(engine: Engine, folder: Path, texts: list[str], kind: str, dice: random.Random) -> None:
-    """Does ``kind`` to the cache file of one of ``texts``."""
+    """Damage the cache file of one of ``texts``. kind: one of `DAMAGES`."""
     (path,) = folder.rglob(f"{engine.key_of(dice.choice(texts))}*.safetensors")
     content = bytearray(path.read_bytes())
     path.unlink()  # never into a file that is mapped
@@ -59,7 +56,7 @@ def damage(engine: Engine, folder: Path, texts: list[str], kind: str, dice: rand
 
 
 def requests(n: int) -> Iterator[dict[str, Any]]:
-    """What each of ``n`` requests came to."""
+    """The outcome of each of ``n`` requests."""
     dice = random.Random(0)
     os.environ["SAMKV_STORE_SECRET"] = "5a" * 32
     rules, methods = [None, "none", *EVICTIONS], list(METHODS)

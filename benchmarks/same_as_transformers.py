@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from llama_index.core.llms import ChatMessage
 
-import samkv_integrations
 from benchmarks.commands import markdown_table as table
 from benchmarks.datasets import Question, load
 from benchmarks.question_sets import PACKAGES, questions_of
@@ -31,13 +30,13 @@ from llama_index.llms.samkv import SamKVLLM
 from samkv_integrations import Engine, collect_reports
 from samkv_integrations.cli.formatting import to_json
 from samkv_integrations.prompt import rag_prompt
-from samkv_integrations.runtimes.transformers.loading import load_model
+from samkv_integrations.runtimes.transformers.loading import builtin_path, load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 MAX_TOKENS = 32
 """Longest answer. To real text the model's are nonsense of this length, which is a harder test."""
 
-BUILTIN = str(Path(samkv_integrations.__file__).with_name("assets") / "builtin")
+BUILTIN = str(builtin_path())
 DTYPE = torch.float32
 
 chosen = argparse.Namespace(model=BUILTIN)

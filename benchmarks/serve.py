@@ -308,12 +308,4 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 
 app = command_line(serve)
-
-
-def main() -> None:
-    """Run the benchmark as the command line says."""
-    app(prog_name="python -m benchmarks serve")
-
-
-if __name__ == "__main__":
-    main()
+main = app

@@ -309,15 +309,17 @@ def _of(tenant: str) -> dict[str, str]:
     return {"authorization": f"Bearer {KEYS[tenant]}"}
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client without a limit of connections. url: the server's, which ends with ``/v1``."""
+    return httpx.AsyncClient(
+        base_url=url.removesuffix("/v1"), timeout=PATIENCE_S, trust_env=False,
+        limits=httpx.Limits(max_connections=None),
+    )  # fmt: skip
+
+
 async def soak(folder: Path, url: str, asked: Sequence[Asked], args: argparse.Namespace) -> Tally:
     """All clients; the figures end with those of a server that has nothing to do."""
-    base = url.removesuffix("/v1")
-    async with httpx.AsyncClient(
-        base_url=base,
-        timeout=PATIENCE_S,
-        trust_env=False,
-        limits=httpx.Limits(max_connections=None),
-    ) as http:
+    async with client_of(url) as http:
         clients = Soak(http, asked, args.seed)
         await clients.run(args.minutes, args.clients, folder)
         while clients.tally.figures[-1]["samkv_requests_running"]:
@@ -327,12 +329,12 @@ async def soak(folder: Path, url: str, asked: Sequence[Asked], args: argparse.Na
 
 async def fill(url: str, rows: Sequence[tuple[str, str, tuple[str, ...]]]) -> None:
     """Have each tenant's documents cached."""
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False) as http:
+    async with client_of(url) as http:
         for tenant in KEYS:
             texts = list(dict.fromkeys(t for name, _, of in rows if name == tenant for t in of))
             for at in range(0, len(texts), 32):
                 body = {"texts": texts[at : at + 32]}
-                reply = await http.post("/samkv/chunks", json=body, headers=_of(tenant))
+                reply = await http.post("/v1/samkv/chunks", json=body, headers=_of(tenant))
                 reply.raise_for_status()
 
 

@@ -8,12 +8,9 @@ The peer, a process of llama-cpp-python, answers the same prompt from the same f
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
@@ -21,8 +18,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.answer_grid import Texts
-from benchmarks.commands import STDOUT, command_line, counts, markdown_table, write
+from benchmarks.answer_grid import Peer, Texts
+from benchmarks.commands import command_line, counts, markdown_table
 from benchmarks.run_settings import hardware
 from samkv_integrations.engine import Engine
 from samkv_integrations.options import AnswerSettings
@@ -77,10 +74,7 @@ def step(
     loaded = load_model(model, dtype="auto", weights=weights)
     multiply, texts, peer = products(loaded), Texts(loaded), None
     if peer_python is not None:
-        script = Path(__file__).with_name("llama_peer.py")
-        file = smollm2() if model == "smollm2" else model
-        command = [peer_python, script, file, str(torch.get_num_threads())]
-        peer = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
+        peer = Peer(peer_python, str(smollm2() if model == "smollm2" else model))
     cells = []
     for context in counts("--contexts", contexts):
         prompt, spent = texts.next(context), dict[str, list[float]]()
@@ -96,11 +90,11 @@ def step(
     columns = ["context", "step, ms", "its products", "step, of them"]
     columns += ["llama.cpp", "step, of llama.cpp"] if peer else []
     typer.echo(f"{hardware(loaded)}", err=True)
-    write(markdown_table(columns, cells), STDOUT)
+    typer.echo(markdown_table(columns, cells))
 
 
 def _round(
-    engine: Engine, prompt: str, multiply: list[Callable[[], Tensor]], peer: Popen[str] | None
+    engine: Engine, prompt: str, multiply: list[Callable[[], Tensor]], peer: Peer | None
 ) -> dict[str, float]:
     """Milliseconds of each way."""
 
@@ -120,11 +114,9 @@ def _round(
             return {"ours": step, "sum": milliseconds(lambda: [run() for run in multiply], 20)}
 
     found = engine.scheduler.run(ours)
-    if peer is not None and peer.stdin is not None and peer.stdout is not None:
-        ids = engine.model.tokenize(prompt, special=True)
-        peer.stdin.write(json.dumps({"ids": ids, "new_tokens": STEPS + 1}) + "\n")
-        peer.stdin.flush()
-        found["llama.cpp"] = 1000 * json.loads(peer.stdout.readline())["later_cpu_s"] / STEPS
+    if peer is not None:
+        told = peer.answer(engine.model.tokenize(prompt, special=True), STEPS + 1)
+        found["llama.cpp"] = 1000 * told["later_cpu_s"] / STEPS
     return found
 
 

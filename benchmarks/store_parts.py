@@ -255,15 +255,15 @@ def in_fresh_process(call: Callable[[], Any], folder: Path, timeout_s: float = H
     result, errors = folder / "result.json", folder / "errors.txt"
     result.unlink(missing_ok=True)
     errors.unlink(missing_ok=True)
-    code = finish(start(lambda: void(result.write_text(json.dumps(call()))), errors), timeout_s)
+
+    def write() -> None:
+        result.write_text(json.dumps(call()))
+
+    code = finish(start(write, errors), timeout_s)
     if code or not result.exists():
         why = errors.read_text("utf-8") if errors.exists() else f"it ended with {code}"
         raise Violation(why)
     return json.loads(result.read_text("utf-8"))
-
-
-def void(_: object) -> None:
-    """Nothing, of whatever was done."""
 
 
 # -- what a folder holds ----------------------------------------------------------------------

@@ -5,10 +5,9 @@
 Every process has the built-in model and an engine of its own over one store, whose budget is a
 third of what all documents take. Each does at random what a service does: it ingests documents,
 asks questions, deletes documents, looks at the store. Processes are killed by SIGKILL and replaced
-all the time. Every answer is compared with that of an engine in memory that has all chunks cached;
-one question is the same by any way through the store, as a chunk that was evicted is computed as
-before. The size of the folder's chunk files, is
-looked at again and again.
+all the time. Every answer is compared with that of an engine in memory that has all chunks cached:
+an evicted chunk that is computed again has the same entries. The size of the folder's chunk files
+is read again and again.
 
 At the end all are killed. A new process asks every question, deletes every document and collects
 garbage; what is in the folder then is left over.

@@ -5,8 +5,8 @@
 One tenant asks questions about texts in one store: texts that nobody has cached, that another
 tenant has, and, so that it is seen what would be told, that the tenant itself has. Nothing is kept
 of a question, so each is as new as the first; but before a next turn, whoever has cached the text
-asks the first one. The three questions of a pair are asked in random
-order, one right after the other.
+asks the first one. The three questions of a pair are asked in random order, one right after the
+other.
 """
 
 from __future__ import annotations

@@ -124,10 +124,10 @@ def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa
     names: names of the flag, if not the option's. default: the help's words for the default, if it
     is not the option's.
     """
-    option = declared(group)[name][1]
-    default = default or (option.unset if option.default is None else "")
-    words = f"{option.description} Default: {default}." if default else option.description
-    panel = None if option.is_everyday else FURTHER
+    _, each = declared(group)[name]
+    default = default or (each.unset if each.default is None else "")
+    words = f"{each.description} Default: {default}." if default else each.description
+    panel = None if each.is_everyday else FURTHER
     return typer.Option(*names, help=words, rich_help_panel=panel)
 
 

@@ -155,7 +155,8 @@ def ingest(
 
     from samkv_integrations.chroma.embedding import HashingEmbedding
     from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.ingest.cluster import add_on_ray, engine_of
+    from samkv_integrations.frameworks.engine_args import engine_of
+    from samkv_integrations.ingest.cluster import add_on_ray
 
     database, place = index.database, (index.namespace, collection)
     is_new = True

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin"
 
+_further = partial(typer.Option, rich_help_panel=args.FURTHER)
+
 
 def words(text: str) -> list[str]:
     """The parts between commas, without empty ones."""
@@ -41,23 +44,14 @@ class Answering:
     method: Annotated[str | None, typer.Option(help="See 'samkv methods'. Default: auto.")] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="An option of the method, NAME=VALUE.", rich_help_panel=args.FURTHER
-        ),
+        _further("--set", help="An option of the method, NAME=VALUE."),
     ] = None
     eviction: Annotated[
         str | None,
-        typer.Option(
-            help="How an answer evicts KV entries, or none. See 'samkv methods'.",
-            rich_help_panel=args.FURTHER,
-        ),
+        _further(help="How an answer evicts KV entries, or none. See 'samkv methods'."),
     ] = None
     eviction_budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the prompt's KV entries that eviction keeps.",
-            rich_help_panel=args.FURTHER,
-        ),
+        float | None, _further(help="Share of the prompt's KV entries that eviction keeps.")
     ] = None
 
     def methods(self, compare: Sequence[str] = ()) -> list[Method]:
@@ -181,17 +175,14 @@ class Caches:
     folder: args.Folder = Path(".samkv")
     namespace: Annotated[
         str,
-        typer.Option(
-            help="Namespace of the caches. Records have none: use another --collection as well.",
-            rich_help_panel=args.FURTHER,
+        _further(
+            help="Namespace of the caches. Records have none: use another --collection as well."
         ),
     ] = ""
     remote: Annotated[
         str | None,
-        typer.Option(
-            envvar="SAMKV_REMOTE",
-            help="Where machines share chunk caches: s3://BUCKET/PREFIX.",
-            rich_help_panel=args.FURTHER,
+        _further(
+            envvar="SAMKV_REMOTE", help="Where machines share chunk caches: s3://BUCKET/PREFIX."
         ),
     ] = None
 
@@ -217,11 +208,8 @@ class Collections(Caches):
 
     chroma: Annotated[
         str | None,
-        typer.Option(
-            "--chroma",
-            metavar="URL",
-            help="Chroma server with the records, http://HOST:PORT.",
-            rich_help_panel=args.FURTHER,
+        _further(
+            "--chroma", metavar="URL", help="Chroma server with the records, http://HOST:PORT."
         ),
     ] = None
 

@@ -90,9 +90,8 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
     text = serving.keys_text
     check_options(EngineOptions, options)
     check_options(AnswerOptions, {"timeout": serving.timeout})
-    if serving.max_kv is not None:
-        bytes_of("max_kv", serving.max_kv)
-    bytes_of("max_body", serving.max_body)
+    max_kv = None if serving.max_kv is None else bytes_of("max_kv", serving.max_kv)
+    max_body = bytes_of("max_body", serving.max_body)
     if serving.collection:
         index.require_folder()
 
@@ -111,16 +110,14 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         raise MissingExtra.of(error.name or "fastapi", "server") from error
 
     limits = Limits(
-        max_batch=serving.max_batch, max_waiting=serving.max_waiting,
-        max_kv_bytes=None if serving.max_kv is None else bytes_of("max_kv", serving.max_kv),
-    )  # fmt: skip
+        max_batch=serving.max_batch, max_waiting=serving.max_waiting, max_kv_bytes=max_kv
+    )
     collections = tuple(serving.collection or ())
     keys = ApiKeys(text, Tenant(namespace=index.namespace, collections=collections))
     if serving.api_keys is not None and not keys:
         raise InvalidOption(
             f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it out"
         )
-    namespaces = {tenant.namespace for tenant in keys.tenants}
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
     database = index.database
     for _, wanted in asked:
@@ -134,8 +131,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
     settings = Settings(
         model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
         most_tokens=serving.max_tokens, timeout_s=serving.timeout,
-        logs_prompts=serving.log_prompts, max_body_bytes=bytes_of("max_body", serving.max_body),
-        grace_s=serving.grace,
+        logs_prompts=serving.log_prompts, max_body_bytes=max_body,
     )  # fmt: skip
 
     def say(at: str) -> None:
@@ -150,10 +146,10 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         use_threads_for(model)
         loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
         # equal parts, so that no namespace affects the times of another
-        n_parts = len(namespaces)
+        n_parts = len({tenant.namespace for tenant in keys.tenants})
         of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts
-        kept_bytes = kept_budget(loaded, of_engines.get("prefix_bytes"))
-        of_engines["prefix_bytes"] = kept_bytes // n_parts
+        kept = kept_budget(loaded, of_engines.get("prefix_bytes"))
+        of_engines["prefix_bytes"] = kept // n_parts
         tenancy = Tenancy(
             Scheduler(loaded, limits, turns=FairTurns),
             index.folder,
@@ -163,4 +159,4 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         )
         for tenant in keys.tenants:  # an unusable folder must end the command now
             tenancy.engine(tenant).chunks.warn_if_none_fits()
-        run(create_app(tenancy, keys, settings), listening, settings.grace_s, say)
+        run(create_app(tenancy, keys, settings), listening, serving.grace, say)

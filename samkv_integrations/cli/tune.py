@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,6 @@ from samkv_integrations.errors import EmptyInput
 
 if TYPE_CHECKING:
     from samkv_integrations.lab.tuning import Setting
-    from samkv_integrations.store.disk import ChunkStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,6 @@ def as_arguments(setting: Setting) -> str:
 
 def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json = False) -> None:
     """Find the fastest setting with as many right answers as full prefill, on your questions."""
-    from samkv_integrations.chroma.link import ChromaLink
-    from samkv_integrations.engine import Engine
     from samkv_integrations.lab.evaluation import is_in_documents, read_questions
     from samkv_integrations.lab.tuning import (
         FULL,
@@ -76,7 +73,6 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         candidates,
         with_documents,
     )
-    from samkv_integrations.store.indexed import require
 
     given, lose, most = read_questions(tuning.questions), tuning.lose, retrieval.max_new_tokens
     with_gold = [one for one in given if one.has_gold]
@@ -89,25 +85,18 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         )
     random.Random(0).shuffle(asked)
     collection = index.collection(retrieval.collection)
-    opened = index.database.collection(collection)
-    as_before = index.as_ingested([(index.namespace, collection)])
     index.store()  # raises if the store does not exist
-    made = index.engine(as_before)  # whose memory would change what is measured
-    engine = Engine(
-        made.model, made.store, scheduler=made.scheduler, store_bits=made.store_bits,
-        prefix_bytes=0,
-    )  # fmt: skip
-    store = cast("ChunkStore", engine.store)
-    require(store, engine.fingerprint)
+    (link,) = index.links([collection], prefix_bytes=0)  # kept sequences would change the times
+    engine = link.engine
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
     settings = candidates(engine.store_bits)
     measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
     typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
-    if store.note(engine.model.costs_name) is None:  # `auto` decides by the costs of passes
+    if engine.store.note(engine.model.costs_name) is None:  # `auto` decides by the costs of passes
         engine.calibrate()
     retrieved = with_documents(
-        ChromaLink(opened, engine), asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat
+        link, asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat
     )
     result = run.tune([*settings], retrieved.questions)
     full = Setting(method=FULL, store_bits=engine.store_bits)
@@ -150,4 +139,4 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         f"  for commands: {as_flags(setting)}", f"  in Python: {as_arguments(setting)}",
     ]  # fmt: skip
     rows = [asdict(one) for one in result.standings]
-    tables.report("tune", as_before.model, rows, *told, as_json=as_json, more=more)
+    tables.report("tune", engine.model.name, rows, *told, as_json=as_json, more=more)

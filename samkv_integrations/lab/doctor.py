@@ -17,10 +17,7 @@ from samkv_integrations.engine import Engine
 from samkv_integrations.methods import METHODS
 from samkv_integrations.methods.costs import is_whole
 from samkv_integrations.prompt.layout import ChunkPart, Layout
-from samkv_integrations.runtimes.transformers.entries.quantise import (
-    rotate,
-    unrotate,
-)
+from samkv_integrations.runtimes.transformers.entries.quantise import rotate, unrotate
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.store.indexed import IndexedStore

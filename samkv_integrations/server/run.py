@@ -95,7 +95,11 @@ class _Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server for listening sockets. ready: called once the server answers."""
+    """A uvicorn server for listening sockets.
+
+    grace_s: most seconds for running answers at shutdown; None for no limit. ready: called once the
+    server answers.
+    """
 
     def __init__(self, app: FastAPI, grace_s: int | None, ready: Callable[[], None]) -> None:
         super().__init__(
@@ -136,13 +140,11 @@ def shorten_pauses() -> None:
     gc.freeze()
 
 
-def run(
-    app: FastAPI, listening: socket.socket, grace_s: int | None, ready: Callable[[str], None]
-) -> None:
+def run(app: FastAPI, listening: socket.socket, grace_s: int, ready: Callable[[str], None]) -> None:
     """Answer requests until SIGTERM or SIGINT, then let running answers finish.
 
-    grace_s: most seconds for running answers; None for no limit. ready: called with the server's
-    address once it answers.
+    grace_s: most seconds for running answers. ready: called with the server's address once it
+    answers.
     """
     spare_memory()
     shorten_pauses()

@@ -59,7 +59,6 @@ class Settings:
     model_name: the name that clients use. most_tokens: most tokens of an answer whose client names
     no number. timeout_s: most seconds of an answer, waiting included; None for no limit.
     logs_prompts: whether prompts are logged, at INFO. max_body_bytes: most bytes of a request.
-    grace_s: seconds for running answers at shutdown; None for no limit.
     """
 
     model_name: str
@@ -67,7 +66,6 @@ class Settings:
     timeout_s: float | None = None
     logs_prompts: bool = False
     max_body_bytes: int = 8_000_000
-    grace_s: int | None = 30
 
 
 class Metrics:

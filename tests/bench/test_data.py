@@ -59,7 +59,7 @@ def test_records_become_questions(tmp_path: Path) -> None:
     assert [q.id for q in datasets.load(path, kinds=["odd"])] == ["q1"]
     assert [q.id for q in datasets.load(path, kinds=["two-hop"])] == ["q1"]
     del (unnamed := dict(RECORD))["dataset"]
-    assert datasets.load(written(tmp_path, unnamed, name="my-town.jsonl"))[0].dataset == "my-town"
+    assert datasets.load(written(tmp_path, unnamed, name="my-town.jsonl"))[0].kind == "my-town"
     places = [{"supporting": value, "id": f"q{value}"} for value in ([1, 0], [], None)]
     found = datasets.load(written(tmp_path, RECORD, *(RECORD | place for place in places)))
     assert [q.supporting for q in found] == [(), (1, 0), (), ()]

@@ -51,9 +51,8 @@ def test_a_killed_run_goes_on_with_its_whole_rows(tmp_path: Path) -> None:
 def test_two_runs_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
     """Each would measure what the other one measures, and write its rows again."""
     with Journal(tmp_path, {"model": "a"}) as journal:
-        for fresh in (False, True):
-            with pytest.raises(InvalidOption, match="another process measures into .*--output"):
-                Journal(tmp_path, {"model": "a"}, fresh=fresh)
+        with pytest.raises(InvalidOption, match="another process measures into .*--output"):
+            Journal(tmp_path, {"model": "a"})
         journal.add({"id": "q", "label": "reuse"})
     with Journal(tmp_path, {"model": "a"}) as journal:
         assert list(journal.rows) == [("q", "reuse")]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.commands import TRUTH
 from benchmarks.question_sets import PACKAGES, questions_of
-from benchmarks.right_table import FULL, rows_of, summarise
+from benchmarks.right_table import rows_of, summarise
 from tests.bench.running import ran
 
 CONTEXTS = [
@@ -41,7 +42,7 @@ def asked(folder: Path, *more: str, methods: str = "reuse,epic first=4") -> list
 def test_every_question_counts_for_every_method(tmp_path: Path) -> None:
     shown = ran("right_answers", *asked(tmp_path))
     rows = rows_of(tmp_path / "run")
-    labels = [FULL, "reuse", "epic first=4"]
+    labels = [TRUTH, "reuse", "epic first=4"]
     assert [(row["id"], row["label"]) for row in rows] == [
         (f"{row['id']}@3", label) for row in QUESTIONS for label in labels
     ]
@@ -51,7 +52,7 @@ def test_every_question_counts_for_every_method(tmp_path: Path) -> None:
     assert full["questions"] == 3 and full["first"] == 1.0 and full["lost"] == full["won"] == 0
     assert full["kl_first"] == 0 < reuse["kl_first"]
     assert reuse["recomputed"] == 0 < epic["recomputed"]
-    (plain,) = summarise(rows, [FULL, "reuse"])[1:]
+    (plain,) = summarise(rows, [TRUTH, "reuse"])[1:]
     assert plain["label"] == "reuse"
     assert f"| reuse | {reuse['right']} of 3 |" in shown
 

@@ -15,7 +15,7 @@ REPORT_FIELDS = set(Report.__dataclass_fields__)
 
 COMMANDS = {
     "methods", "doctor", "ingest", "remove", "ask", "quickstart", "store", "stats", "sync",
-    "forget", "gc", "verify", "budget", "warm", "inspect", "push", "pull",
+    "forget", "gc", "verify", "budget", "inspect", "push", "pull",
 }  # fmt: skip
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.errors import InvalidOption
-from samkv_integrations.lab.evaluation import read_questions
 from tests.cli.running import REPORT_FIELDS, error_of, ran, rows_of
 from tests.support.records import RECORDS
 
@@ -56,33 +54,6 @@ def test_ask_compares_methods_on_the_same_chunks(town: Path) -> None:
     assert not any("ttft_ratio" in row for row in without)
     both = error_of("ask", "Who?", "--method", "reuse", "--compare", "recompute,epic")
     assert "--method=reuse and --compare=recompute,epic; give one" in both
-
-
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("[1]", "Input should be an object"),
-        ("{}", "question: Field required"),
-        ('{"question": 1}', "question: Input should be a valid string"),
-        ('{"question": "Who?", "answers": "one"}', "answers: Input should be a valid array"),
-        ('{"question": " "}', "question: String should match pattern"),
-        ("{", "Invalid JSON"),
-        ("[" * 100_000, "recursion limit"),
-        (r'{"question": "Who \ud800?"}', "hex escape"),
-    ],
-)
-def test_a_line_that_is_no_question(tmp_path: Path, line: str, why: str) -> None:
-    file = tmp_path / "questions.jsonl"
-    file.write_text(f'{{"question": "Who?"}}\n{line}\n')
-    with pytest.raises(InvalidOption, match=f"line 2: .*{why}") as caught:
-        read_questions(file)
-    assert "Error(" not in str(caught.value)
-
-
-def test_a_file_that_a_windows_editor_wrote(tmp_path: Path) -> None:
-    file = tmp_path / "questions.jsonl"
-    file.write_text('{"question": "Who?"}\n', encoding="utf-8-sig")
-    assert [one.question for one in read_questions(file)] == ["Who?"]
 
 
 def test_a_collection_that_is_unknown_or_empty(town: Path, tiny: str) -> None:

@@ -59,10 +59,10 @@ class LiveServer:
 
 
 @contextmanager
-def answering(app: FastAPI, keys: ApiKeys, grace_s: int | None = None) -> Iterator[str]:
+def answering(app: FastAPI, keys: ApiKeys) -> Iterator[str]:
     """The address of an application while it runs, in a thread."""
     is_ready = threading.Event()
-    server = Server(app, grace_s, is_ready.set)
+    server = Server(app, 30, is_ready.set)
     with listen_on("127.0.0.1", 0, keys) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
@@ -84,7 +84,7 @@ def live_server(
     tenancy.engine(Tenant()).cache_chunks(TEXTS)
     api_keys = ApiKeys(keys, Tenant())
     wanted = Settings(**{"model_name": "builtin", "most_tokens": MAX_TOKENS, **settings})
-    with answering(create_app(tenancy, api_keys, wanted), api_keys, wanted.grace_s) as address:
+    with answering(create_app(tenancy, api_keys, wanted), api_keys) as address:
         beside = Engine(builtin(), ChunkStore(folder / "kv"), method=METHOD, prefix_bytes=0)
         yield LiveServer(url=f"{address}/v1", beside=beside)
 

@@ -127,15 +127,22 @@ class Inspection:
 
         Raises InvalidOption if there is no such layer.
         """
-        if layer is not None and not 0 <= layer < self.n_layers:
+        states = self.states[self._layers(layer)]
+        found = states[0].clone()
+        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED):
+            found[(states == state).any(0)] = state
+        return [State(int(state)) for state in found]
+
+    def _layers(self, layer: int | None) -> slice:
+        """A layer, or all of them. Raises InvalidOption if there is no such layer."""
+        if layer is None:
+            return slice(None)
+        if not 0 <= layer < self.n_layers:
             raise InvalidOption(
                 Given("layer", layer),
                 f"; it must be from 0 to {self.n_layers - 1}, a layer of {self.report.model!r}",
             )
-        found = self.states[layer or 0].clone()
-        for state in (State.DROPPED, State.KEPT, State.RECOMPUTED) if layer is None else ():
-            found[(self.states == state).any(0)] = state
-        return [State(int(state)) for state in found]
+        return slice(layer, layer + 1)
 
     @property
     def chunks(self) -> tuple[InspectedChunk, ...]:
@@ -147,9 +154,7 @@ class Inspection:
 
         Raises InvalidOption if there is no such layer.
         """
-        if layer is not None:
-            self.state_at(layer)  # raises if there is no such layer
-        layers, found = slice(None) if layer is None else slice(layer, layer + 1), []
+        layers, found = self._layers(layer), list[InspectedChunk]()
         for index, (name, text) in enumerate(zip(self.names, self.texts, strict=True)):
             own = self.chunk_of == index
             states = self.states[layers, own]
@@ -157,13 +162,12 @@ class Inspection:
                 float((states == state).float().mean())
                 for state in (State.KEPT, State.RECOMPUTED, State.DROPPED)
             )
-            chunk = InspectedChunk(
+            found.append(InspectedChunk(
                 name=name, text=text, n_tokens=int(own.sum()), kept=kept, recomputed=recomputed,
                 dropped=dropped, is_cached=not bool((states == State.MISSED).any()),
                 attention=float(self.attention[layers, own].sum(1).mean()),
                 full_attention=float(self.full_attention[layers, own].sum(1).mean()),
-            )  # fmt: skip
-            found.append(chunk)
+            ))  # fmt: skip
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,8 +194,7 @@ class Inspection:
         tokens = {
             "pieces": list(self.pieces),
             "chunk_of": self.chunk_of.tolist(),
-            **{name: _packed(getattr(self, name)) for name in ("attention", "full_attention")},
-            "states": _packed(self.states.to(torch.uint8)),
+            **{n: _packed(getattr(self, n)) for n in ("attention", "full_attention", "states")},
         }
         shown = {"summary": self.to_dict(), "tokens": tokens}
         data = json.dumps(shown, ensure_ascii=False, allow_nan=False)
