@@ -9,7 +9,7 @@ from typing import Any
 from chromadb.api.models.Collection import Collection
 from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.llms import LLM
-from llama_index.core.schema import BaseNode, ImageNode, MetadataMode
+from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index.core.vector_stores.types import (
     MetadataFilters,
     VectorStoreQuery,
@@ -19,6 +19,7 @@ from llama_index.core.vector_stores.utils import node_to_metadata_dict
 from llama_index.vector_stores.chroma import ChromaVectorStore
 from llama_index.vector_stores.chroma.base import _to_chroma_filter
 
+from llama_index.llms.samkv.transform import body_of
 from samkv_integrations import Engine
 from samkv_integrations.chroma import (
     KEY_FIELD,
@@ -30,7 +31,6 @@ from samkv_integrations.chroma import (
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.frameworks.components import twin
 from samkv_integrations.frameworks.engine_args import EngineRef, known_arguments
-from samkv_integrations.store.chunk import normalise
 
 
 class SamKVChromaVectorStore(ChromaVectorStore):
@@ -87,7 +87,6 @@ class SamKVChromaVectorStore(ChromaVectorStore):
 
     show_progress: bool = Field(default=False, description="Whether to show a progress bar.")
 
-    _engine: EngineRef = PrivateAttr()
     _link: ChromaLink | None = PrivateAttr(default=None)
 
     @known_arguments
@@ -104,15 +103,13 @@ class SamKVChromaVectorStore(ChromaVectorStore):
         cache_existing: bool = False,
         show_progress: bool = False,
     ) -> None:
-        reference = EngineRef.of(llm, engine)
-        link = ChromaLink(chroma_collection, reference.engine)
+        link = ChromaLink(chroma_collection, EngineRef.of(llm, engine).engine)
         link.adopt(cache_existing=cache_existing)
         super().__init__(
             chroma_collection=chroma_collection, collection_name=chroma_collection.name,
             persist_dir=persist_dir, host=host, port=port, ssl=ssl,
         )  # fmt: skip
         self.show_progress = show_progress
-        self._engine = reference
         self._link = link
 
     @classmethod
@@ -177,7 +174,7 @@ class SamKVChromaVectorStore(ChromaVectorStore):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = BaseModel.__getstate__(self)
         # Neither a database nor a model goes into a pickle.
-        state["__pydantic_private__"] = {"_engine": self._engine, "_link": None}
+        state["__pydantic_private__"] = {"_link": None}
         return state
 
     # -- writing ----------------------------------------------------------------------------
@@ -195,18 +192,14 @@ class SamKVChromaVectorStore(ChromaVectorStore):
             InvalidChunk: a text is longer than the context window; split it first.
             StoreError: the chunk store cannot be written.
         """
-        texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
-        without_cache = {
-            node.node_id
-            for node, text in zip(nodes, texts, strict=True)
-            if isinstance(node, ImageNode) or not normalise(text)
-        }
+        ids = [node.node_id for node in nodes]
         self.kv_link.add(
-            [node.node_id for node in nodes], texts,
+            ids, [node.get_content(MetadataMode.NONE) for node in nodes],
             [_embedding(node) for node in nodes], [_metadata(node) for node in nodes],
-            progress=self.show_progress, without_cache=without_cache,
+            progress=self.show_progress,
+            without_cache={node.node_id for node in nodes if not body_of(node)},
         )  # fmt: skip
-        return [node.node_id for node in nodes]
+        return ids
 
     async_add = twin(add)
 
