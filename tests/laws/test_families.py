@@ -32,9 +32,9 @@ from tests.support.laws import (
     FOLLOW,
     PROMPT,
     TOLERANCE,
-    WHOLE_IS_FASTER,
     first_logits,
     plain_logits,
+    shared_engine,
 )
 from tests.support.models import OTHER_FAMILIES, byte_tokenizer, hf_model, save_model, tiny_model
 
@@ -43,16 +43,6 @@ FAMILIES = tuple(OTHER_FAMILIES)
 WINDOWED = tuple(
     name for name, (_, config) in OTHER_FAMILIES.items() if config.get("sliding_window")
 )
-
-
-@cache
-def engine_of(family: str, store_bits: int = 16) -> Engine:
-    engine = Engine(
-        tiny_model(family), block_size=8, store_bits=store_bits, prefix_bytes=0, prefix="bos"
-    )
-    engine.costs = WHOLE_IS_FASTER
-    engine.cache_chunks(CHUNKS)
-    return engine
 
 
 @cache
@@ -71,7 +61,7 @@ def plainly(family: str, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_prefill_and_its_decoding_are_transformers_own(family: str) -> None:
-    logits, query = first_logits(engine_of(family), PROMPT, CHUNKS, "recompute")
+    logits, query = first_logits(shared_engine(family, 16), PROMPT, CHUNKS, "recompute")
     ids = query.layout.token_ids
     expected = plainly(family, torch.cat((ids, torch.tensor(FOLLOW))))
     torch.testing.assert_close(logits, expected[len(ids) - 1], **TOLERANCE)
@@ -81,7 +71,7 @@ def test_full_prefill_and_its_decoding_are_transformers_own(family: str) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_without_chunks(family: str) -> None:
-    logits, query = first_logits(engine_of(family), "Who is there?", None, "auto")
+    logits, query = first_logits(shared_engine(family, 16), "Who is there?", None, "auto")
     expected = plainly(family, query.layout.token_ids)[-1]
     torch.testing.assert_close(logits, expected, **TOLERANCE)
 
@@ -98,7 +88,7 @@ def test_the_model_itself_goes_on_working(family: str) -> None:
 def test_a_chunk_right_behind_its_prefix_is_exact(family: str) -> None:
     """Chunks longer than the window, too."""
     prompt = f"{CHUNKS[0]}\n\nQuestion: why?"
-    logits, query = first_logits(engine_of(family), prompt, CHUNKS[:1], "reuse")
+    logits, query = first_logits(shared_engine(family, 16), prompt, CHUNKS[:1], "reuse")
     assert query.layout.exact.tolist() == [True]
     ids = query.layout.token_ids
     expected = plainly(family, torch.cat((ids, torch.tensor(FOLLOW))))
@@ -118,7 +108,8 @@ def test_doctor_finds_nothing_wrong(family: str, dtype: torch.dtype) -> None:
 def test_no_token_sees_what_comes_after_it(family: str) -> None:
     """Entries that a pass leaves do not depend on the end of the prompt."""
     one, other = (
-        ask(engine_of(family), PROMPT + end, CHUNKS, "reuse") for end in (" Because", " Despite")
+        ask(shared_engine(family, 16), PROMPT + end, CHUNKS, "reuse")
+        for end in (" Because", " Despite")
     )
     n_same = next(
         at for at, (a, b) in enumerate(zip(one.layout.token_ids, other.layout.token_ids,
@@ -136,14 +127,16 @@ def test_no_token_sees_what_comes_after_it(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", ["samkv-guided", "samkv-overwrite", "cacheblend"])
 def test_methods_answer_otherwise_than_plain_reuse(family: str, method: str) -> None:
-    plain, asked = (ask(engine_of(family), PROMPT, CHUNKS, name) for name in ("reuse", method))
+    plain, asked = (
+        ask(shared_engine(family, 16), PROMPT, CHUNKS, name) for name in ("reuse", method)
+    )
     assert torch.isfinite(asked.first.logits).all()
     assert not torch.allclose(asked.first.logits, plain.first.logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_what_a_window_leaves_behind_is_not_kept(family: str) -> None:
-    model, asked = tiny_model(family), ask(engine_of(family), PROMPT, CHUNKS, "reuse")
+    model, asked = tiny_model(family), ask(shared_engine(family, 16), PROMPT, CHUNKS, "reuse")
     n_tokens = asked.layout.n_tokens
     for length, window in zip(asked.cache.lengths, model.windows, strict=True):
         assert length == (n_tokens if window is None else window - 1)
@@ -154,7 +147,7 @@ def test_what_a_window_leaves_behind_is_not_kept(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_eviction_with_room_for_everything_changes_nothing(family: str) -> None:
-    engine = engine_of(family)
+    engine = shared_engine(family, 16)
     plain = ask(engine, PROMPT, CHUNKS, "reuse")
     expected = plain.follow(FOLLOW)
     for name in ("quest", "infllm", "retrieval-attention", "snapkv"):
@@ -166,16 +159,16 @@ def test_an_eviction_with_room_for_everything_changes_nothing(family: str) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_few_bits_are_near(family: str) -> None:
-    exact, _ = first_logits(engine_of(family), PROMPT, CHUNKS, "reuse")
-    rounded, _ = first_logits(engine_of(family, 8), PROMPT, CHUNKS, "reuse")
-    other, _ = first_logits(engine_of(family), PROMPT, CHUNKS, "recompute")
+    exact, _ = first_logits(shared_engine(family, 16), PROMPT, CHUNKS, "reuse")
+    rounded, _ = first_logits(shared_engine(family, 8), PROMPT, CHUNKS, "reuse")
+    other, _ = first_logits(shared_engine(family, 16), PROMPT, CHUNKS, "recompute")
     assert 0 < float((rounded - exact).norm()) < 0.3 * float((other - exact).norm())
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_a_method_that_weighs_scores_itself_is_refused(family: str) -> None:
     with pytest.raises(InvalidOption, match="method 'ape'.*choose"):
-        engine_of(family).generate(PROMPT, CHUNKS, method="ape", max_new_tokens=2)
+        shared_engine(family, 16).generate(PROMPT, CHUNKS, method="ape", max_new_tokens=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -202,8 +195,8 @@ def test_every_family_is_tested_and_in_the_table() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_of_one_family_serves_no_other(family: str) -> None:
-    fingerprints = [engine_of(name).fingerprint.digest for name in FAMILIES]
-    assert fingerprints.count(engine_of(family).fingerprint.digest) == 1
+    fingerprints = [shared_engine(name, 16).fingerprint.digest for name in FAMILIES]
+    assert fingerprints.count(shared_engine(family, 16).fingerprint.digest) == 1
 
 
 def models_of(families: Sequence[str]) -> list[Model]:
@@ -284,10 +277,10 @@ def test_longrope_is_the_same_model_after_a_long_prompt() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gemma3_text"])
 def test_the_attention_that_is_shown_is_the_models(family: str) -> None:
-    shown = inspect(engine_of(family), PROMPT, CHUNKS, method="reuse", max_new_tokens=1)
+    shown = inspect(shared_engine(family, 16), PROMPT, CHUNKS, method="reuse", max_new_tokens=1)
     hf = hf_model(family)
     hf.set_attn_implementation("eager")
-    ids = ask(engine_of(family), PROMPT, CHUNKS, "recompute").layout.token_ids
+    ids = ask(shared_engine(family, 16), PROMPT, CHUNKS, "recompute").layout.token_ids
     with torch.inference_mode():
         seen = hf.train(False)(ids[None], output_attentions=True).attentions
     expected = torch.stack([layer[0, :, -1].mean(0) for layer in seen])

@@ -48,12 +48,7 @@ from samkv_integrations.runtimes.transformers.passes.prefill import (
 from samkv_integrations.runtimes.transformers.passes.prompt import run_prompt
 from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
 from samkv_integrations.store.base import IngestStore
-from samkv_integrations.store.chunk import (
-    BlockScheme,
-    CacheShape,
-    ChunkRef,
-    Fingerprint,
-)
+from samkv_integrations.store.chunk import BlockScheme, CacheShape, ChunkRef, Fingerprint
 
 
 class Model(LayeredModel, Runtime):

@@ -16,12 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from samkv_integrations import Engine
-from samkv_integrations.errors import (
-    MissingExtra,
-    ModelNotFound,
-    SamkvError,
-    UnsupportedModel,
-)
+from samkv_integrations.errors import MissingExtra, ModelNotFound, SamkvError, UnsupportedModel
 from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,15 @@ from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.windows import MIN_RUN
 from tests.support.chunks import cache_of, decoded
 from tests.support.covering import covering
-from tests.support.laws import CHUNKS, FROM_THE_START, PROMPT, changed, first_logits, mixed
+from tests.support.laws import (
+    CHUNKS,
+    FROM_THE_START,
+    PROMPT,
+    changed,
+    first_logits,
+    mixed,
+    shared_engine,
+)
 from tests.support.layouts import layout_of
 from tests.support.models import FAMILIES, tiny_model, turned
 from tests.support.tensors import sets
@@ -49,13 +57,6 @@ Vector = list[float]
 
 def dot(a: Vector, b: Vector) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-@cache
-def engine_of(family: str) -> Engine:
-    engine = Engine(tiny_model(family), block_size=8, store_bits=16, prefix="bos", prefix_bytes=0)
-    engine.cache_chunks(CHUNKS)
-    return engine
 
 
 def projected(model: Model, layer: int, ids: Tensor) -> dict[str, Tensor]:
@@ -112,7 +113,7 @@ def test_cacheblend_computes_where_values_deviate_most(
     family: str, layer: int, prompt: str
 ) -> None:
     """What layers up to the check see is full prefill, so its values are those of transformers."""
-    engine = engine_of(family)
+    engine = shared_engine(family, 16)
     _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, changed("cacheblend", layer=layer))
     layout = query.layout
     values = projected(engine.model, layer, layout.token_ids)["v"]
@@ -139,7 +140,7 @@ def test_cacheblend_computes_where_values_deviate_most(
 )
 def test_a3_computes_what_the_question_attends_to(family: str, layer: int, prompt: str) -> None:
     """By a softmax over the context that may be computed again, head by head and token by token."""
-    engine = engine_of(family)
+    engine = shared_engine(family, 16)
     model = engine.model
     _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, changed("a3", layer=layer))
     layout = query.layout
@@ -177,7 +178,7 @@ def test_epic_by_hand() -> None:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_epic_reports_what_it_computes(prompt: str) -> None:
-    engine, exact = engine_of("llama"), prompt != "after a text"
+    engine, exact = shared_engine("llama", 16), prompt != "after a text"
     for first in (16, 3, 0):
         method = changed("epic", first=first)
         _, query = first_logits(engine, PROMPTS[prompt], CHUNKS, method)
@@ -304,7 +305,7 @@ def test_a_choice_without_layers_is_an_error() -> None:
     for part, flat in (("recompute", Flat()), ("recompute", Short()), ("select", FlatSelect())):
         method = replace(METHODS["reuse"], name="flat", **{part: flat})
         with pytest.raises(InvalidOption, match=rf"'flat': its {part} .*shape .*; it must be \("):
-            first_logits(engine_of("llama"), PROMPT, CHUNKS, method)
+            first_logits(shared_engine("llama", 16), PROMPT, CHUNKS, method)
 
 
 def test_a_selection_that_chooses_nothing_is_an_error() -> None:

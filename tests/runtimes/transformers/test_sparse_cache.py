@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.runtimes.transformers.entries.quantise import (
-    Entries,
-    EntryFormat,
-    groups,
-)
+from samkv_integrations.runtimes.transformers.entries.quantise import Entries, EntryFormat, groups
 from samkv_integrations.runtimes.transformers.eviction import Quest
 from samkv_integrations.runtimes.transformers.passes.working_cache import (
     ContextSlots,

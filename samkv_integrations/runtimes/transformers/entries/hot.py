@@ -17,10 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samkv_integrations.errors import CacheMiss
-from samkv_integrations.runtimes.transformers.entries.cache_arrays import (
-    cache_shape,
-    key_range,
-)
+from samkv_integrations.runtimes.transformers.entries.cache_arrays import cache_shape, key_range
 from samkv_integrations.store.base import ChunkReader, Store, StoredChunk
 from samkv_integrations.store.chunk import ChunkCache, ChunkRef, Fingerprint
 from samkv_integrations.store.memory import MemoryChunk

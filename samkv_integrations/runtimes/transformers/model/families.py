@@ -181,24 +181,25 @@ def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
                 reason = "its frequencies change with the prompt length"
             raise UnsupportedModel(
                 f"RoPE type {kind!r} cannot be re-aligned exactly: {reason}; "
-                f"supported: {', '.join(SUPPORTED_ROPE)}"
+                f"supported: {', '.join(SUPPORTED_ROPE)}; give a model with one of them"
             )
         part = rope.get("partial_rotary_factor", 1.0)
         if part != 1.0 and not family_of(text).may_turn_part:
             raise UnsupportedModel(
                 f"partial_rotary_factor={part}: models of family {text.model_type!r} are supported "
-                "if they rotate the whole head"
+                "if they rotate the whole head; give another model"
             )
     layers = set(getattr(text, "layer_types", None) or ["full_attention"])
     if unknown := sorted(layers - {"full_attention", "sliding_attention"}):
         raise UnsupportedModel(
-            f"layer types {unknown}: every layer must attend to all tokens or to a sliding window"
+            f"layer types {unknown}: every layer must attend to all tokens or to a sliding window; "
+            "give another model"
         )
     windows_of(text)  # raises for a window of no token
     if getattr(text, "use_bidirectional_attention", None):
         raise UnsupportedModel(
-            "its tokens attend to later tokens, too, and chunk caches need causal attention; give "
-            "another model"
+            "tokens of this model attend to later tokens, and chunk caches need causal attention; "
+            "give another model"
         )
 
 

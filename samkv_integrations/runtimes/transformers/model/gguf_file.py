@@ -188,7 +188,9 @@ class GgufFile:
         if n_rotated not in (0, head_dim):
             rope["partial_rotary_factor"] = n_rotated / head_dim
         if "token_embd.weight" not in self._tensors:
-            raise ModelNotFound(f"{str(self.path)!r} holds no weights of a model (token_embd)")
+            raise ModelNotFound(
+                f"{str(self.path)!r} lacks the weights 'token_embd'; give a GGUF file of a model"
+            )
         tokens = {
             f"{name}_token_id": self._value(f"tokenizer.ggml.{key}_token_id", -1)
             for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items()
