@@ -73,6 +73,8 @@ class IndexedStore(IngestStore):
     `IngestStore` for commands, and for links between records and caches.
     """
 
+    namespace: str = ""
+
     def __init__(self, namespace: str, secret: bytes, index: Index, where: str) -> None:
         self.namespace = check_namespace(namespace)
         self.secret, self.index, self.where = secret, index, where
