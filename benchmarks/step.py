@@ -24,8 +24,8 @@ from benchmarks.run_settings import hardware
 from samkv_integrations.engine import Engine
 from samkv_integrations.options import AnswerSettings
 from samkv_integrations.runtimes.base import Observer
+from samkv_integrations.runtimes.model_files import smollm2
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.model.gguf_file import smollm2
 from samkv_integrations.runtimes.transformers.model.packed_weights import PackedLinear, Part
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.first_token import first_token

