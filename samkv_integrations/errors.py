@@ -63,6 +63,10 @@ class UnsupportedModel(SamkvError):
     """The model cannot be served exactly (its positions, attention or layout are not supported)."""
 
 
+class ModelFailed(SamkvError, RuntimeError):
+    """The library that runs the model failed while it computed."""
+
+
 class ModelNotFound(SamkvError, LookupError):
     """No model could be loaded under the given name or path."""
 

@@ -23,6 +23,7 @@ class CostModel:
     layer_s: constant. token_s: for each computed token. pair_s: for each pair of a computed token
     and one that it attends to. entry_s: for each cached context token, de-quantising included.
     read_s: for reading and verifying it in all layers, divided by their number.
+    run_s: for each further run of computed tokens, where a runtime computes them one by one.
     """
 
     layer_s: float
@@ -30,6 +31,7 @@ class CostModel:
     pair_s: float
     entry_s: float
     read_s: float
+    run_s: float = 0.0
 
     def full_prefill_s(self, n_tokens: int, n_held: int = 0) -> float:
         """A layer of full prefill over ``n_tokens``, of which ``n_held`` are in memory."""
@@ -48,7 +50,13 @@ class CostModel:
         ratio = method.recompute.most_ratio(n_context, n_chunks)
         n_again = layout.n_tokens - n_held - n_context + ratio * n_context
         entries_s = n_context * (self.entry_s + self.read_s)
-        return self._pass_s(n_again, n_again * layout.n_tokens) + entries_s
+        runs_s = 0.0
+        if self.run_s:
+            is_computed = layout.uncached.copy()
+            is_computed[layout.context_positions] |= method.recompute.choose(layout)
+            n_runs = int((is_computed[1:] > is_computed[:-1]).sum())
+            runs_s = self.run_s * (n_runs + len(missed))
+        return self._pass_s(n_again, n_again * layout.n_tokens) + entries_s + runs_s
 
     def chunks_s(self, lengths: Sequence[int], n_prefix: int) -> float:
         """A layer of computing and storing chunks of these lengths.

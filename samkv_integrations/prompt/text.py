@@ -208,6 +208,15 @@ class ModelText(ABC):
         return tuple(ids[max(0, n_same - 1) :])
 
 
+def half_character(text: str) -> InvalidOption:
+    """The error for a text with half a character (a lone surrogate), which no tokenizer takes."""
+    half = re.search("[^<>]{,20}[\ud800-\udfff][^<>]{,20}", text)
+    return InvalidOption(
+        f"a text holds half a character (a lone surrogate) in {half and half[0]!r}; "
+        "clean it with text.encode(errors='replace').decode()"
+    )
+
+
 class TextStream:
     """Turns tokens into pieces of text, up to a stop string, which is not part of the text.
 

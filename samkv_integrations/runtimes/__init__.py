@@ -11,7 +11,10 @@ from samkv_integrations.runtimes.base import RuntimeKind
 RUNTIMES: Mapping[str, RuntimeKind] = Table[RuntimeKind](
     "runtime",
     RuntimeKind,
-    {"transformers": "samkv_integrations.runtimes.transformers.kind:TRANSFORMERS"},
+    {
+        "transformers": "samkv_integrations.runtimes.transformers.kind:TRANSFORMERS",
+        "llama_cpp": "samkv_integrations.runtimes.llama_cpp.kind:LLAMA_CPP",
+    },
     group="samkv.runtimes",
 )
 """Name -> runtime. Listing the names imports none of them.

@@ -12,8 +12,19 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import (
-    CDLL, CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_float, c_int, c_int32, c_size_t,
-    c_uint32, c_uint64, c_void_p,
+    CDLL,
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_bool,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
 )  # fmt: skip
 from dataclasses import dataclass, field
 from functools import cache

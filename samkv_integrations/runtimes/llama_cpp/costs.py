@@ -1,0 +1,52 @@
+"""What passes of llama.cpp cost: assumed, and measured on the loaded model.
+
+A call of llama_decode reads all weights once, however few tokens it computes. That constant counts
+for each run of recomputed tokens.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from samkv_integrations.methods.costs import CostModel
+from samkv_integrations.runtimes.llama_cpp.context import N_UBATCH, LlamaContext
+
+_LENGTHS = (1, 16, 128, N_UBATCH)
+
+
+def assumed(context: LlamaContext, n_layers: int) -> CostModel:
+    """The costs of a typical machine, used until costs are measured."""
+    on_card = context.is_on_card
+    n_entries = 2 * context.n_kv_heads * context.head_dim
+    run_s = context.n_weight_bytes / (400e9 if on_card else 20e9) / n_layers
+    flops = 20e12 if on_card else 150e9 * context.n_threads
+    return CostModel(
+        layer_s=run_s, run_s=run_s, token_s=2 * context.n_parameters / n_layers / flops,
+        pair_s=4 * context.n_heads * context.head_dim / flops, entry_s=4e-9 * n_entries,
+        read_s=1e-9 * n_entries,
+    )  # fmt: skip
+
+
+def measured(context: LlamaContext, sequence: int, n_layers: int) -> CostModel:
+    """Measured by decoding made-up tokens in a free ``sequence``; takes some seconds."""
+    lengths = [n for n in _LENGTHS if n <= min(context.n_cells, context.n_trained) // 2]
+    ns = np.array(lengths, np.float64)
+    spent = [min(_seconds(context, sequence, n) for _ in range(3)) for n in lengths]
+    parts = np.stack((np.ones_like(ns), ns, ns * (ns + 1) / 2), axis=1)
+    found = np.linalg.lstsq(parts, np.array(spent) / n_layers, rcond=None)[0].clip(0.0).tolist()
+    run_s, token_s, pair_s = found
+    typical = assumed(context, n_layers)
+    return CostModel(
+        layer_s=run_s, run_s=run_s, token_s=token_s, pair_s=pair_s, entry_s=typical.entry_s,
+        read_s=typical.read_s,
+    )  # fmt: skip
+
+
+def _seconds(context: LlamaContext, sequence: int, n_tokens: int) -> float:
+    began = time.perf_counter()
+    context.decode([0] * n_tokens, range(n_tokens), [sequence] * n_tokens)
+    seconds = time.perf_counter() - began
+    context.remove(sequence)
+    return seconds
