@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import typer
 import typer.core
 
@@ -14,8 +15,8 @@ from samkv_integrations.cli.formatting import Row
 from samkv_integrations.cli.loading import use_threads_for, words
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.methods import METHODS
+from samkv_integrations.runtimes import get_runtime
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.runtime import Model
 
 TRUTH = "recompute"
 """Label of full prefill, which everything else is measured against."""
@@ -61,10 +62,15 @@ def counts(option: str, text: str) -> list[int]:
         raise InvalidOption(f"{option} {text!r}; give whole numbers, as in 4,8") from error
 
 
-def loaded_model(model: str, device: str, dtype: str) -> Model:
-    """The model that the options name."""
-    use_threads_for(model)
-    return load_model(model, device=device, dtype=dtype)
+def loaded_model(model: str, device: str, dtype: str, runtime: str = "transformers") -> Any:  # noqa: ANN401
+    """The model that the options name; device and dtype are for transformers.
+
+    Other runtimes use as many threads as torch would, so that OMP_NUM_THREADS counts for all.
+    """
+    if runtime == "transformers":
+        use_threads_for(model)
+        return load_model(model, device=device, dtype=dtype)
+    return get_runtime(runtime).load(model, n_threads=torch.get_num_threads())
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -36,8 +36,7 @@ from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import option_names, with_option
 from samkv_integrations.options import AnswerSettings, Sampling
 from samkv_integrations.plan.request import Request
-from samkv_integrations.runtimes.base import Observer
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Observer, Runtime
 from samkv_integrations.serving.alone import force
 from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.store.disk import ChunkStore
@@ -105,14 +104,22 @@ class Judged:
         else:
             run(lambda _: decoded(answers, is_enough=lambda one: is_right(one.text, gold)))
         full, rows = answers[0], [answer.row(self.asked) for answer in answers]
+        for answer in answers:
+            answer.sequence.close()
         for row, answer in zip(rows, answers, strict=True):
             row["kl_first"] = float(kl(full.logits[None], answer.logits[None])[0])
         if is_timed:
             along = partial(force, follow=full.tokens[:FOLLOWED])
-            theirs = self._asked(candidates[0], along)[0]
+            theirs = _tensor(self._asked(candidates[0], along)[0])
             for row, candidate in zip(rows, candidates, strict=True):
-                row["kl_along"] = float(kl(theirs, self._asked(candidate, along)[0]).mean())
+                mine = _tensor(self._asked(candidate, along)[0])
+                row["kl_along"] = float(kl(theirs, mine).mean())
         return rows
+
+
+def _tensor(logits: Any) -> Tensor:
+    """Logits of any runtime."""
+    return torch.as_tensor(logits)
 
 
 def kl(full: Tensor, other: Tensor) -> Tensor:
@@ -131,7 +138,7 @@ class _Answer:
         self.label, self.model, began = label, request.model, time.process_time()
         first = first_token(request, Observer())
         self.first_s = time.process_time() - began
-        self.report, self.logits = first.report, self.model.stacked([first.logits])[0]
+        self.report, self.logits = first.report, _tensor(self.model.stacked([first.logits]))[0]
         self.sampler = self.model.sampler(request.resolved.token_ids, Sampling.of(), None)
         self.sequence = first.sequence
         self.tokens = [self.sampler.next(first.logits)]
@@ -196,7 +203,13 @@ def right_answers(
     ] = DEFAULT_METHODS,
     half: Annotated[str, typer.Option(help="choose, report or all.")] = "all",
     most: Annotated[int | None, typer.Option(help="At most so many questions.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the model.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of a model that transformers runs.")] = "bfloat16",
+    runtime: Annotated[
+        str, typer.Option(help="What runs the model, such as llama_cpp.")
+    ] = "transformers",
+    store_bits: Annotated[
+        int | None, typer.Option(help="Of caches; the runtime's own by default.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(".samkv/right"),
 ) -> None:
     """Right answers of every method, of all questions that were asked, and what they cost."""
@@ -215,19 +228,24 @@ def right_answers(
         f"{len(asked)} questions; the gold answer of {missing} stands in no chunk, and they count",
         err=True,
     )
-    loaded = loaded_model(model, "auto", dtype)
-    settings = {"model": re.split(r"[/\\]", model)[-1], "dtype": dtype}
+    loaded = loaded_model(model, "auto", dtype, runtime)
+    settings = {"model": re.split(r"[/\\]", model)[-1], "dtype": loaded.dtype_name}
+    if runtime != "transformers":
+        settings |= {"runtime": runtime, "build": loaded.build}
+    if store_bits is not None:
+        settings["store_bits"] = str(store_bits)
     with Journal(output, settings) as journal:
         typer.echo(f"{hardware(loaded)}", err=True)
-        _measure(loaded, journal, asked, candidates)
+        _measure(loaded, journal, asked, candidates, store_bits)
         wanted = {each.question.id for each in asked}
         rows = [row for row in journal.rows.values() if row["id"] in wanted]
     typer.echo(table(summarise(rows, labels)))
 
 
 def _measure(
-    model: Model, journal: Journal, asked: Sequence[Asked], candidates: Sequence[Candidate]
-) -> None:
+    model: Runtime, journal: Journal, asked: Sequence[Asked], candidates: Sequence[Candidate],
+    store_bits: int | None,
+) -> None:  # fmt: skip
     first = Engine(model, prefix_bytes=0)
     for one in tqdm(asked, desc="asking"):
         missing = [each for each in candidates if (one.question.id, each.label) not in journal.rows]
@@ -237,7 +255,10 @@ def _measure(
         # full prefill again, with which the others are compared
         asked_of = list(dict.fromkeys([candidates[0], *missing]))
         with TemporaryDirectory() as folder:
-            engine = Engine(model, ChunkStore(folder), scheduler=first.scheduler)
+            engine = Engine(
+                model, ChunkStore(folder), scheduler=first.scheduler, store_bits=store_bits,
+                prefix_bytes=0,
+            )  # fmt: skip
             judged = Judged(engine, one)
             for row in judged.rows(asked_of, is_timed=is_timed):
                 if (row["id"], row["label"]) not in journal.rows:

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Runtime
 
 
-def hardware(model: Model) -> dict[str, Any]:
+def hardware(model: Runtime) -> dict[str, Any]:
     """The hardware of a run: `machine`, and the device and dtype of its model."""
-    on_gpu = model.device.type == "cuda"
+    device = model.device_name
     return {
         **machine(),
-        "device": torch.cuda.get_device_name(model.device) if on_gpu else str(model.device),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "dtype": model.dtype_name,
     }
 

@@ -81,6 +81,11 @@ class LlamaCppModel(LlamaText, Runtime):
         return self._context.device_name
 
     @property
+    def build(self) -> str:
+        """The build of llama.cpp that runs it."""
+        return self._context.binding.build
+
+    @property
     def dtype_name(self) -> str:
         return "float16"
 
