@@ -70,7 +70,7 @@ def loaded_model(model: str, device: str, dtype: str, runtime: str = "transforme
     if runtime == "transformers":
         use_threads_for(model)
         return load_model(model, device=device, dtype=dtype)
-    return get_runtime(runtime).load(model, n_threads=torch.get_num_threads())
+    return get_runtime(runtime).load(model, n_threads=torch.get_num_threads(), n_ctx=2**15)
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

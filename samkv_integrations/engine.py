@@ -465,7 +465,11 @@ class Engine:
 
 
 def kept_budget(model: Runtime, prefix_bytes: int | str | None) -> int:
-    """Bytes of kept sequences that the engine's option ``prefix_bytes`` allows."""
+    """Bytes of kept sequences that the engine's option ``prefix_bytes`` allows.
+
+    By default all that a runtime with room for so many entries has: it drops them when it needs
+    the room.
+    """
     if prefix_bytes is None:
-        return model.free_bytes() // KEPT_SHARE
+        return model.kv_room or model.free_bytes() // KEPT_SHARE
     return 0 if prefix_bytes in (0, "0") else bytes_of("prefix_bytes", prefix_bytes)

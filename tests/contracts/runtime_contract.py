@@ -23,9 +23,9 @@ from samkv_integrations.serving.scheduler import Scheduler
 from tests.support.asgi import Client
 
 TEXTS = [
-    "The harbour of Ostmere was built in 1874.",
-    "The town library holds 5120 books; it opens at nine.",
-    "Two trains a day run to Ostmere; the line was laid by Ida Brandt.",
+    "The harbour of Ostmere was built in 1874, and enlarged twice, by engineers of the navy.",
+    "The town library holds 5120 books; it opens at nine, and closes late on market days.",
+    "Two trains a day run to Ostmere; the line was laid by Ida Brandt, who had come from Varen.",
 ]
 PROMPT = "\n\n".join((*TEXTS, "Question: Who laid the line?\nAnswer:"))
 CHAT = [{"role": "user", "content": PROMPT}]

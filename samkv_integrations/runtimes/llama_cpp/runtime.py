@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.options import Sampling
 from samkv_integrations.prompt.layout import Layout
 from samkv_integrations.runtimes.base import (
+    MOST_ROWS,
     Begun,
     ChunkLost,
     Logits,
@@ -44,6 +45,8 @@ from samkv_integrations.store.chunk import (
     ChunkRef,
     Fingerprint,
 )
+
+_Found = TypeVar("_Found")
 
 COMPUTED, HELD, CACHED = 0, 1, 2
 """Where the entries of a token come from."""
@@ -380,7 +383,12 @@ class LlamaCppModel(LlamaText, Runtime):
             positions += range(sequence.n_tokens, sequence.n_tokens + len(tokens))
             owners += [sequence.own.id] * len(tokens)
             sequence.grow(len(tokens))
-        logits = self._context.decode(ids, positions, owners, range(len(ids)))
+        try:
+            logits = self._context.decode(ids, positions, owners, range(len(ids)))
+        except BaseException:
+            for sequence, tokens in batch:
+                sequence.rewind(len(tokens))
+            raise
         ends = np.cumsum([len(tokens) for _, tokens in batch])
         return np.split(logits, ends[:-1])
 
@@ -396,7 +404,19 @@ class LlamaCppModel(LlamaText, Runtime):
 
     @cached_property
     def _row_costs(self) -> RowCosts:
-        return RowCosts()
+        if not self._context.can_crop:
+            return RowCosts()
+        return self._tried(lambda number: costs.row_costs(self._context, number), MOST_ROWS)
+
+    def _tried(self, trial: Callable[[int], _Found], n_cells: int) -> _Found:
+        """The result of a trial in a sequence that is free for it."""
+        with self._context.lock:
+            entries = self._cells.new()
+            try:
+                with closing(self._cells.reserve(n_cells)):
+                    return trial(entries.id)
+            finally:
+                self._cells.drop(entries)
 
     def free_bytes(self) -> int:
         return self._context.n_cells * self.token_kv_bytes
@@ -423,13 +443,9 @@ class LlamaCppModel(LlamaText, Runtime):
         return costs.assumed(self._context, self.n_layers)
 
     def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
-        with self._context.lock:
-            entries = self._cells.new()
-            try:
-                with closing(self._cells.reserve(N_UBATCH)):
-                    return costs.measured(self._context, entries.id, self.n_layers)
-            finally:
-                self._cells.drop(entries)
+        return self._tried(
+            lambda number: costs.measured(self._context, number, self.n_layers), N_UBATCH
+        )
 
 
 MOST_OF_BATCH = 16
