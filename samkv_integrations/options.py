@@ -153,15 +153,17 @@ class LlamaCppOptions(TypedDict, total=False):
     type_k: Annotated[
         str | int | None,
         Option(
-            description="The type of keys, such as 'q8_0', or llama.cpp's number of it.",
-            more="Chunks are cached with 'f16' alone.", default=None, unset="'f16'",
+            description="The type of keys in memory, such as 'q8_0'.",
+            more="Or llama.cpp's number of it. Chunks are cached with 'f16' alone.", default=None,
+            unset="'f16'",
         ),
     ]  # fmt: skip
     type_v: Annotated[
         str | int | None,
         Option(
-            description="The type of values, such as 'q8_0', or llama.cpp's number of it.",
-            more="Chunks are cached with 'f16' alone.", default=None, unset="'f16'",
+            description="The type of values in memory, such as 'q8_0'.",
+            more="Or llama.cpp's number of it. Chunks are cached with 'f16' alone.", default=None,
+            unset="'f16'",
         ),
     ]  # fmt: skip
     main_gpu: Annotated[
