@@ -122,12 +122,12 @@ class Engine:
         store: IndexedStore | None = None,
         *,
         runtime: str | None = None,
-        n_threads: int | None = None,
         device: str = "auto",
         dtype: Any = "auto",  # noqa: ANN401  # torch's are allowed too
         weights: Weights = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
+        n_threads: int | None = None,
         **options: Unpack[PretrainedOptions],
     ) -> Engine:
         """An engine for the model ``name``: a hub id, a folder or a GGUF file.

@@ -96,6 +96,11 @@ class LlamaCppModel(LlamaText, Runtime):
     def context_window(self) -> int:
         return min(self._context.n_trained, self._context.n_cells)
 
+    @property
+    def wider_window(self) -> str:
+        most = self._context.n_trained
+        return f", or load it with n_ctx={most}" if self._context.n_cells < most else ""
+
     # -- identity -----------------------------------------------------------------------------
 
     def generation(self) -> int:
