@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +20,9 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from samkv_integrations.errors import InvalidOption, UnsupportedModel
+from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.prompt.quoting import SpecialTokens
-from samkv_integrations.prompt.text import ModelText
+from samkv_integrations.prompt.text import ModelText, half_character
 from samkv_integrations.runtimes.transformers.model.attention import (
     Attend,
     _samkv_attention,
@@ -192,11 +191,7 @@ class LayeredModel(ModelText):
                     return_offsets_mapping=offsets,
                 )
             except TypeError as error:  # of the tokenizers library, without the text
-                half = re.search("[^<>]{,20}[\ud800-\udfff][^<>]{,20}", text)
-                raise InvalidOption(
-                    f"a text holds half a character (a lone surrogate) in {half and half[0]!r}; "
-                    "clean it with text.encode(errors='replace').decode()"
-                ) from error
+                raise half_character(text) from error
 
     def token_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._tokenized(text, special=False, offsets=True)
