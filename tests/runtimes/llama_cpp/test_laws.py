@@ -103,7 +103,7 @@ def test_scaled_positions_are_measured_too(kind: str) -> None:
 
 def greedy(model: LlamaCppModel, ids: list[int], n_tokens: int) -> list[int]:
     """llama.cpp's own answer, in a loop that knows nothing of this package's."""
-    context, found = model._context, list[int]()
+    context, found = model.context, list[int]()
     for start in range(0, len(ids), 512):
         part = ids[start : start + 512]
         logits = context.decode(
