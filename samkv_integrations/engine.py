@@ -15,7 +15,7 @@ from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction, get_eviction
-from samkv_integrations.option import OnMiss, Weights, bytes_of, check_options, complete
+from samkv_integrations.option import OnMiss, bytes_of, check_options, complete
 from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
 from samkv_integrations.plan.kept_costs import keep_costs, kept_costs
 from samkv_integrations.plan.kept_sequences import KeptSequences
@@ -107,7 +107,6 @@ class Engine:
         runtime: str = "transformers",
         device: str = "auto",
         dtype: Any = "auto",  # noqa: ANN401  # torch's are allowed too
-        weights: Weights = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[EngineOptions],
@@ -115,14 +114,13 @@ class Engine:
         """An engine for the model ``name``: a hub id, a folder or a GGUF file.
 
         runtime: what runs it, a name out of `RUNTIMES`.
-        device, dtype, weights, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the
-        class.
+        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the class.
 
         Raises MissingExtra if the runtime is not installed, and what `load_model` raises.
         """
         check_options(EngineOptions, options)  # before the model is loaded, which takes time
         model = get_runtime(runtime).load(
-            name, device=device, dtype=dtype, weights=weights, model_kwargs=model_kwargs,
+            name, device=device, dtype=dtype, model_kwargs=model_kwargs,
             tokenizer_kwargs=tokenizer_kwargs,
         )  # fmt: skip
         return cls(model, store, **options)

@@ -20,7 +20,6 @@ _KEPT = "Keep the measured times beside the caches here."
 
 def doctor(
     model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
-    weights: args.Weights = "auto",
     folder: Annotated[Path | None, typer.Option("--dir", resolve_path=True, help=_KEPT)] = None,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -38,7 +37,7 @@ def doctor(
     from samkv_integrations.store.disk import ChunkStore
 
     use_threads_for(model)  # costs are kept by number of threads
-    loaded = load_model(model, device=device, dtype=dtype, weights=weights)
+    loaded = load_model(model, device=device, dtype=dtype)
     store = None if folder is None else ChunkStore(folder / "kv")
     checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]

@@ -144,7 +144,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             own = replace(index, namespace=tenant.namespace)
             own.require_own_records(database, tenant.collections)
         use_threads_for(model)
-        loaded = load_model(model, device=index.device, dtype=ingested.dtype, weights=index.weights)
+        loaded = load_model(model, device=index.device, dtype=ingested.dtype)
         # equal parts, so that no namespace affects the times of another
         n_parts = len({tenant.namespace for tenant in keys.tenants})
         of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts
