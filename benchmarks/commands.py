@@ -9,10 +9,11 @@ import torch
 import typer
 import typer.core
 
+from benchmarks.models import use_threads_for
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.formatting import Row
-from samkv_integrations.cli.loading import use_threads_for, words
+from samkv_integrations.cli.loading import words
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.methods import METHODS
 from samkv_integrations.runtimes import get_runtime

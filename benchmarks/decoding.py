@@ -22,10 +22,10 @@ from tqdm.auto import tqdm
 
 from benchmarks.commands import command_line, markdown_table
 from benchmarks.journal import Journal
+from benchmarks.models import use_threads_for
 from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.run_settings import hardware
 from samkv_integrations.cli.formatting import Row, commit
-from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine import Engine
 from samkv_integrations.lab.evaluation import Paired, is_right
 from samkv_integrations.runtimes.transformers.loading import load_model

@@ -21,7 +21,6 @@ from benchmarks.commands import command_line, counts, loaded_model, time_table
 from benchmarks.latency import check_counts, check_folder
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.formatting import Row, to_json
-from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine import Engine
 from samkv_integrations.runtimes.transformers.passes.prefill import (
     BATCH_TOKENS,
@@ -124,7 +123,7 @@ def ingest(
     check_counts("chunk_tokens", lengths, 1)
     check_counts("repeats", [repeats], 1)
     check_folder(folder)
-    use_threads_for(model or shape)
+    models.use_threads_for(model or shape)
     if model is not None:
         loaded = loaded_model(model, device, dtype)
     else:

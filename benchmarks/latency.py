@@ -23,7 +23,6 @@ from benchmarks.models import Words, device_name
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.formatting import Row
-from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, PromptTooLong
 from samkv_integrations.methods import Method, get_method
@@ -431,7 +430,7 @@ def latency(
     chosen = {name: get_method(name) for name in method_names(methods)}
     if not chosen:
         raise InvalidOption(f"--methods {methods!r} names none; give some, or 'all'")
-    use_threads_for(shape)
+    models.use_threads_for(shape)
     rows = list(run(config, chosen))
     if as_json:
         typer.echo(formatting.to_json("benchmarks latency", rows[0]["model"], rows))

@@ -19,8 +19,15 @@ from samkv_integrations.runtimes.transformers.loading import (
     builtin_path,
     load_model,
     load_tokenizer,
+    use_threads,
 )
 from samkv_integrations.runtimes.transformers.runtime import Model
+
+
+def use_threads_for(model: str) -> None:
+    """Use one thread for the built-in model, which is too small for a second one to help."""
+    if model == BUILTIN:
+        use_threads(1)
 
 
 def check(shape: str, layers: int | None, dtype: str) -> None:

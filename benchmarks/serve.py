@@ -37,7 +37,6 @@ from benchmarks.run_settings import machine
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.formatting import Row
-from samkv_integrations.cli.loading import use_threads_for
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import get_method
@@ -65,7 +64,7 @@ def serve(
     check_folder(folder)
     labels = [get_method(name).name for name in method_names(methods)]
     clients = counts("--concurrency", concurrency)
-    use_threads_for(shape or model)
+    models.use_threads_for(shape or model)
     n_prompts = 1 + len(clients) * rounds * requests  # the first one warms up
     with tempfile.TemporaryDirectory(dir=folder) as place:
         if shape is None:

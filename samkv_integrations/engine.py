@@ -15,8 +15,20 @@ from samkv_integrations.errors import ChunkNotCached, Given, InvalidOption
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction, get_eviction
-from samkv_integrations.option import OnMiss, bytes_of, check_options, complete
-from samkv_integrations.options import DEFAULT_METHOD, AnswerOptions, AnswerSettings, EngineOptions
+from samkv_integrations.option import (
+    OnMiss,
+    bytes_of,
+    check_options,
+    complete,
+    declared,
+)
+from samkv_integrations.options import (
+    DEFAULT_METHOD,
+    AnswerOptions,
+    AnswerSettings,
+    EngineOptions,
+    LlamaCppOptions,
+)
 from samkv_integrations.plan.kept_costs import keep_costs, kept_costs
 from samkv_integrations.plan.kept_sequences import KeptSequences
 from samkv_integrations.plan.request import HowToAnswer, Request, Times
@@ -24,7 +36,7 @@ from samkv_integrations.prompt.quoting import RenderedPrompt
 from samkv_integrations.prompt.rag_template import check_texts
 from samkv_integrations.prompt.reader import Prompt, PromptReader
 from samkv_integrations.prompt.resolve import CacheSource, Resolved
-from samkv_integrations.runtimes import get_runtime
+from samkv_integrations.runtimes import load_runtime
 from samkv_integrations.runtimes.base import FirstEntries, Runtime
 from samkv_integrations.serving.alone import force
 from samkv_integrations.serving.grammar import JsonConstraint, SchemaReader
@@ -38,6 +50,10 @@ from samkv_integrations.store.memory import MemoryStore
 
 KEPT_SHARE = 8
 """By default, kept sequences take one part in so many of the memory available at the start."""
+
+
+class PretrainedOptions(LlamaCppOptions, EngineOptions, total=False):
+    """Options of `Engine.from_pretrained`: those of an engine, and those of llama.cpp."""
 
 
 class Engine:
@@ -104,26 +120,34 @@ class Engine:
         name: str,
         store: IndexedStore | None = None,
         *,
-        runtime: str = "transformers",
+        runtime: str | None = None,
         device: str = "auto",
         dtype: Any = "auto",  # noqa: ANN401  # torch's are allowed too
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[EngineOptions],
+        n_threads: int | None = None,
+        **options: Unpack[PretrainedOptions],
     ) -> Engine:
         """An engine for the model ``name``: a hub id, a folder or a GGUF file.
 
-        runtime: what runs it, a name out of `RUNTIMES`.
-        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`. options: see the class.
+        runtime: what runs it, a name out of `RUNTIMES`; None for ``llama_cpp`` if it is a GGUF file
+            and llama.cpp is installed, else ``transformers``.
+        n_threads: threads of a pass. device: with llama.cpp ``auto`` or ``cpu``.
+        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`.
+        options: see the class, and for llama.cpp `LlamaCppOptions`.
 
-        Raises MissingExtra if the runtime is not installed, and what `load_model` raises.
+        Raises MissingExtra if the runtime is not installed, InvalidOption for an option of another
+        runtime, and what `load_model` raises.
         """
-        check_options(EngineOptions, options)  # before the model is loaded, which takes time
-        model = get_runtime(runtime).load(
-            name, device=device, dtype=dtype, model_kwargs=model_kwargs,
-            tokenizer_kwargs=tokenizer_kwargs,
+        given: Any = options
+        of_engine = {name: given[name] for name in given if name not in declared(LlamaCppOptions)}
+        of_runtime = {name: given[name] for name in given if name not in of_engine}
+        check_options(EngineOptions, of_engine)  # before the model is loaded, which takes time
+        model = load_runtime(
+            name, runtime, device=device, dtype=dtype, n_threads=n_threads,
+            model_kwargs=model_kwargs, tokenizer_kwargs=tokenizer_kwargs, **of_runtime,
         )  # fmt: skip
-        return cls(model, store, **options)
+        return cls(model, store, **of_engine)
 
     # -- chunks -----------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ only, so that every other module may use its types and checks.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import TIMEOUT_MAX
@@ -122,6 +123,16 @@ def number(must_be: str, allows: Callable[[Any], bool], *, is_whole: bool = Fals
 def check_dtype(name: str, dtype: object) -> None:
     """Raises InvalidOption unless ``dtype`` is one of `DTYPES`, or torch's of that name."""
     InvalidOption.unless_among(name, str(dtype).removeprefix("torch."), DTYPES)
+
+
+def check_shares(name: str, shares: Any) -> None:  # noqa: ANN401
+    """Raises InvalidOption unless ``shares`` are numbers, 0 or more, and not all 0."""
+    is_list = isinstance(shares, Sequence) and not isinstance(shares, str)
+    are_numbers = is_list and all(type(share) in (int, float) for share in shares)
+    if not (are_numbers and all(0 <= share < math.inf for share in shares) and any(shares)):
+        raise InvalidOption(
+            Given(name, shares), "; it must be a list of numbers, 0 or more, such as [0.7, 0.3]"
+        )
 
 
 def check_text(name: str, text: object) -> None:

@@ -23,6 +23,7 @@ from samkv_integrations.option import (
     among,
     bytes_of,
     check_dtype,
+    check_shares,
     check_size,
     check_stop,
     check_text,
@@ -104,6 +105,86 @@ class ModelOptions(TypedDict, total=False):
         dict[str, Any],
         Option(description="Passed to from_pretrained of the tokenizer.", default={}),
     ]
+    runtime: Annotated[
+        str | None,
+        Option(
+            description="What runs the model: 'llama_cpp' or 'transformers'.", default=None,
+            unset="llama_cpp for a GGUF file if llama.cpp is installed, else transformers",
+        ),
+    ]  # fmt: skip
+    n_threads: Annotated[
+        int | None,
+        Option(
+            description="Threads of a pass on a CPU.",
+            more="With transformers they hold for the process.", default=None,
+            unset="the physical cores with llama.cpp, torch's number with transformers",
+            check=number("at least 1", lambda n: n >= 1, is_whole=True),
+        ),
+    ]  # fmt: skip
+
+
+class LlamaCppOptions(TypedDict, total=False):
+    """How llama.cpp loads a GGUF file, in the names of llama-cpp-python."""
+
+    n_gpu_layers: Annotated[
+        int | None,
+        Option(
+            description="Layers on a graphics card, -1 for all.", default=None,
+            unset="all if this build of llama.cpp has one",
+            check=number("-1 (all layers) or more", lambda n: n >= -1, is_whole=True),
+        ),
+    ]  # fmt: skip
+    n_ctx: Annotated[
+        int | None,
+        Option(
+            description="Tokens of all answers and kept conversations together.", default=None,
+            unset="8192", check=number("at least 1", lambda n: n >= 1, is_whole=True),
+        ),
+    ]  # fmt: skip
+    type_k: Annotated[
+        str | int | None,
+        Option(
+            description="The type of keys in memory, such as 'q8_0'.",
+            more="Or llama.cpp's number of it. Chunks are cached with 'f16' alone.", default=None,
+            unset="'f16'",
+        ),
+    ]  # fmt: skip
+    type_v: Annotated[
+        str | int | None,
+        Option(
+            description="The type of values in memory, such as 'q8_0'.",
+            more="Or llama.cpp's number of it. Chunks are cached with 'f16' alone.", default=None,
+            unset="'f16'",
+        ),
+    ]  # fmt: skip
+    main_gpu: Annotated[
+        int | None,
+        Option(
+            description="Number of the graphics card that has what is not split.", default=None,
+            unset="0", check=number("0 or more", lambda n: n >= 0, is_whole=True),
+        ),
+    ]  # fmt: skip
+    tensor_split: Annotated[
+        Sequence[float] | None,
+        Option(
+            description="The share of the model on each graphics card.", default=None,
+            unset="by their free memory", check=check_shares,
+        ),
+    ]  # fmt: skip
+    use_mmap: Annotated[
+        bool | None,
+        Option(
+            description="Whether the file is mapped into memory, not read.", default=None,
+            unset="True where that works", check=among(True, False),
+        ),
+    ]  # fmt: skip
+    use_mlock: Annotated[
+        bool | None,
+        Option(
+            description="Whether the model is kept out of swap.", default=None, unset="False",
+            check=among(True, False),
+        ),
+    ]  # fmt: skip
 
 
 class StoreOptions(TypedDict, total=False):

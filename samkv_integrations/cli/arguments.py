@@ -10,7 +10,7 @@ import functools
 import inspect
 import shlex
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ForwardRef, get_type_hints, is_typeddict
@@ -20,7 +20,9 @@ import typer.core
 
 from samkv_integrations.errors import Given, SamkvError, shown
 from samkv_integrations.option import declared
-from samkv_integrations.options import ModelOptions
+from samkv_integrations.options import LlamaCppOptions, ModelOptions
+
+BUILTIN = "builtin"
 
 FURTHER = "Model, caches and engine"
 """The group of flags that few questions need."""
@@ -135,6 +137,34 @@ def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa
 ModelName = Annotated[str, flag(ModelOptions, "model_name", "--model")]
 Device = Annotated[str, flag(ModelOptions, "device_map", "--device")]
 Dtype = Annotated[str, flag(ModelOptions, "dtype")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfRuntime:
+    """The options of the runtime that runs a model."""
+
+    runtime: Annotated[str | None, flag(ModelOptions, "runtime")] = None
+    n_threads: Annotated[int | None, flag(ModelOptions, "n_threads")] = None
+    n_gpu_layers: Annotated[int | None, flag(LlamaCppOptions, "n_gpu_layers")] = None
+    n_ctx: Annotated[int | None, flag(LlamaCppOptions, "n_ctx")] = None
+    type_k: Annotated[str | None, flag(LlamaCppOptions, "type_k")] = None
+    type_v: Annotated[str | None, flag(LlamaCppOptions, "type_v")] = None
+    main_gpu: Annotated[int | None, flag(LlamaCppOptions, "main_gpu")] = None
+    tensor_split: Annotated[list[float] | None, flag(LlamaCppOptions, "tensor_split")] = None
+    use_mmap: Annotated[bool | None, flag(LlamaCppOptions, "use_mmap")] = None
+    use_mlock: Annotated[bool | None, flag(LlamaCppOptions, "use_mlock")] = None
+
+    def of_runtime(self, model: str) -> dict[str, Any]:
+        """These options by their names in Python.
+
+        The built-in model runs on one thread by default: it is too small for a second one to help.
+        """
+        given = {each.name: getattr(self, each.name) for each in fields(OfRuntime)}
+        if model == BUILTIN and self.n_threads is None:
+            given["n_threads"] = 1
+        return given
+
+
 # absolute, because Chroma remembers a folder by the name with which it was opened
 Folder = Annotated[
     Path,

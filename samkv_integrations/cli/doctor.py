@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import require_model, use_threads_for
+from samkv_integrations.cli.loading import require_model
 from samkv_integrations.option import check_options
 from samkv_integrations.options import ModelOptions
+
+if TYPE_CHECKING:
+    from samkv_integrations.lab.runtime_doctor import Check
 
 CHECK_FAILED = 1
 """Exit code if a check of exactness fails."""
@@ -19,7 +23,8 @@ _KEPT = "Keep the measured times beside the caches here."
 
 
 def doctor(
-    model: args.ModelName = "builtin", device: args.Device = "auto", dtype: args.Dtype = "auto",
+    of_runtime: args.OfRuntime, model: args.ModelName = "builtin", device: args.Device = "auto",
+    dtype: args.Dtype = "auto",
     folder: Annotated[Path | None, typer.Option("--dir", resolve_path=True, help=_KEPT)] = None,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -32,21 +37,36 @@ def doctor(
 
     from tqdm.auto import tqdm
 
-    from samkv_integrations.lab.doctor import examine
-    from samkv_integrations.runtimes.transformers.loading import load_model
+    from samkv_integrations.runtimes import load_runtime, runtime_for
     from samkv_integrations.store.disk import ChunkStore
 
-    use_threads_for(model)  # costs are kept by number of threads
-    loaded = load_model(model, device=device, dtype=dtype)
+    examine, verdict = _checks_of(runtime_for(model, of_runtime.runtime).name)
+    # costs are kept by number of threads
+    loaded = load_runtime(model, device=device, dtype=dtype, **of_runtime.of_runtime(model))
     store = None if folder is None else ChunkStore(folder / "kv")
     checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]
     words = [(check.name, "ok" if check.ok else "failed", check.detail) for check in checks]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "computed as by transformers"
+    if failed:
+        verdict = f"FAILED: {', '.join(failed)}"
     tables.report(
         "doctor", model, [check.to_row() for check in checks],
         tables.table(("check", "", "detail"), words, left=3),
-        f"\n{model} in {loaded.dtype_name} on {loaded.device}: {verdict}", as_json=as_json,
+        f"\n{model} in {loaded.dtype_name} on {loaded.device_name}: {verdict}", as_json=as_json,
     )  # fmt: skip
     if failed:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _checks_of(runtime: str) -> tuple[Callable[..., Iterable[Check]], str]:
+    """The function that makes the checks of models on a runtime, and what it means if none fails.
+
+    Only checks of transformers need torch.
+    """
+    if runtime == "transformers":
+        from samkv_integrations.lab import doctor
+
+        return doctor.examine, "computed as by transformers"
+    from samkv_integrations.lab import runtime_doctor
+
+    return runtime_doctor.examine, f"run by {runtime}"

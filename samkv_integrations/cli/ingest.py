@@ -18,7 +18,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
-from samkv_integrations.cli.loading import Collections, Index, Ingested, remember, use_threads_for
+from samkv_integrations.cli.loading import Collections, Index, Ingested, remember
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.ingest.documents import SUFFIXES, read_document
 from samkv_integrations.option import check_options
@@ -157,6 +157,7 @@ def ingest(
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.frameworks.engine_args import engine_of
     from samkv_integrations.ingest.cluster import add_on_ray
+    from samkv_integrations.runtimes import runtime_for
 
     database, place = index.database, (index.namespace, collection)
     is_new = True
@@ -165,7 +166,6 @@ def ingest(
     before = index.as_ingested([place], may_be_new=is_new)
     model = before.model
     source = index.source(before, max_bytes)
-    use_threads_for(model)
     # where workers compute, this process only reads texts
     engine = engine_of(source if pool is None else source.model_copy(update={"device_map": "cpu"}))
     if chunk_size > (most := engine.chunks.room):
@@ -181,8 +181,9 @@ def ingest(
     records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
     done: IngestResult
     failed: list[dict[str, str]] = []
-    dtype, bits = engine.model.dtype_name, engine.store_bits
-    now = Ingested(model=model, dtype=dtype, store_bits=bits)
+    kind, bits = runtime_for(model, before.runtime), engine.store_bits
+    dtype = engine.model.dtype_name if "dtype" in kind.options else "auto"
+    now = Ingested(model=model, runtime=kind.name, dtype=dtype, store_bits=bits)
     if is_new:  # so that other commands know the model if this one is killed
         remember(folder, engine.store, place, now)
     if pool is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import typer
 
 from samkv_integrations.cli import arguments as args
+from samkv_integrations.cli.arguments import BUILTIN
 from samkv_integrations.errors import EmptyInput, Given, InvalidOption, ModelNotFound, UnknownOption
 from samkv_integrations.option import check_options
 from samkv_integrations.options import DEFAULT_METHOD, EngineOptions, ModelOptions
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from samkv_integrations.methods.eviction import Eviction
     from samkv_integrations.store.disk import ChunkStore
     from samkv_integrations.store.indexed import IndexedStore
-
-BUILTIN = "builtin"
 
 _further = partial(typer.Option, rich_help_panel=args.FURTHER)
 
@@ -151,19 +150,16 @@ def require_model(model: str) -> None:
         raise ModelNotFound(f"{model} does not exist; give a folder, a GGUF file or a hub id")
 
 
-def use_threads_for(model: str) -> None:
-    """Use one thread for the built-in model, which is too small for a second one to help."""
-    if model == BUILTIN:
-        from samkv_integrations.runtimes.transformers.loading import use_threads
-
-        use_threads(1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ingested:
-    """The settings of an ingest. model: an absolute path if it is a file or a folder."""
+    """The settings of an ingest. model: an absolute path if it is a file or a folder.
+
+    runtime: that ran the model; None for that of its name. dtype: ``auto`` if the runtime takes
+    none.
+    """
 
     model: str = BUILTIN
+    runtime: str | None = None
     dtype: str = "auto"
     store_bits: int | None = None
 
@@ -261,10 +257,10 @@ class Collections(Caches):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index(Collections):
+class Index(Collections, args.OfRuntime):
     """The options that say where documents are ingested, and by which model.
 
-    model, dtype, store_bits: None for the values of the ingest.
+    model, runtime, dtype, store_bits: None for the values of the ingest.
     """
 
     model: Annotated[
@@ -311,8 +307,10 @@ class Index(Collections):
             )
         same = [one for one in found if model in (None, one.model)]
         last = same[-1] if same else Ingested(model=model or BUILTIN)
+        is_same = self.runtime in (None, last.runtime)
         return Ingested(
-            model=last.model, dtype=self.dtype or last.dtype,
+            model=last.model, runtime=self.runtime or last.runtime,
+            dtype=self.dtype or (last.dtype if is_same else "auto"),
             store_bits=last.store_bits if self.store_bits is None else self.store_bits,
         )  # fmt: skip
 
@@ -331,13 +329,13 @@ class Index(Collections):
             model_name=given.model, device_map=self.device, dtype=given.dtype,
             kv_dir=self.folder / "kv", kv_remote=self.remote, namespace=self.namespace,
             max_bytes=max_bytes, store_bits=given.store_bits, **own,
+            **self.of_runtime(given.model) | {"runtime": given.runtime},
         )  # fmt: skip
 
     def engine(self, given: Ingested, **options: Unpack[EngineOptions]) -> Engine:
         """An engine over the chunk caches, whose folder is created if necessary; see `source`."""
         from samkv_integrations.frameworks.engine_args import engine_of
 
-        use_threads_for(given.model)
         return engine_of(self.source(given, **options))
 
     def links(self, names: Sequence[str], **options: Unpack[EngineOptions]) -> list[ChromaLink]:
@@ -381,6 +379,7 @@ def _remembered(kv: Path) -> dict[str, Ingested]:
         return {
             key: Ingested(
                 model=str(one.get("path") or one["model"]),  # 0.1 wrote "path" beside the name
+                runtime=str(one.get("runtime", "transformers")),  # which alone was there before
                 dtype=str(one["dtype"]), store_bits=int(one["store_bits"]),
             )
             for key, one in found.items()

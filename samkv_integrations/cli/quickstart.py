@@ -13,10 +13,11 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
+from samkv_integrations.cli.arguments import BUILTIN
 from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
 from samkv_integrations.cli.formatting import Row, count, ratio, seconds
 from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
-from samkv_integrations.cli.loading import BUILTIN, Index, Ingested, require_model
+from samkv_integrations.cli.loading import Index, Ingested, require_model
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.ingest.documents import read_text
 

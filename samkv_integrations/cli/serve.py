@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.loading import Answering, Index, use_threads_for
+from samkv_integrations.cli.loading import Answering, Index
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
@@ -96,7 +96,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         index.require_folder()
 
     from samkv_integrations.engine import kept_budget
-    from samkv_integrations.runtimes.transformers.loading import load_model
+    from samkv_integrations.runtimes import load_runtime
     from samkv_integrations.serving.fairness import FairTurns
     from samkv_integrations.serving.scheduler import Scheduler
     from samkv_integrations.serving.turns import Limits
@@ -143,8 +143,8 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         for tenant in keys.tenants:
             own = replace(index, namespace=tenant.namespace)
             own.require_own_records(database, tenant.collections)
-        use_threads_for(model)
-        loaded = load_model(model, device=index.device, dtype=ingested.dtype)
+        of_runtime = index.of_runtime(model) | {"runtime": ingested.runtime}
+        loaded = load_runtime(model, device=index.device, dtype=ingested.dtype, **of_runtime)
         # equal parts, so that no namespace affects the times of another
         n_parts = len({tenant.namespace for tenant in keys.tenants})
         of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts

@@ -71,6 +71,7 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
         Run,
         Setting,
         candidates,
+        runs,
         with_documents,
     )
 
@@ -89,7 +90,11 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     (link,) = index.links([collection], prefix_bytes=0)  # kept sequences would change the times
     engine = link.engine
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
-    settings = candidates(engine.store_bits)
+    settings = {
+        label: each
+        for label, each in candidates(engine.store_bits).items()
+        if runs(engine.model, each)
+    }
     measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
     typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)

@@ -20,15 +20,17 @@ from samkv_integrations.frameworks.fields import (
     EngineFields,
     unknown_option,
 )
-from samkv_integrations.option import bytes_of, check_options
-from samkv_integrations.options import EngineOptions
+from samkv_integrations.option import bytes_of, check_options, declared
+from samkv_integrations.options import EngineOptions, LlamaCppOptions, ModelOptions
+from samkv_integrations.runtimes import load_runtime
 from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.store.disk import ChunkStore
 from samkv_integrations.store.memory import MemoryStore
 
+_OF_LOADING = ("model_kwargs", "n_threads", *declared(LlamaCppOptions))
 MADE_BY = {
-    "engine": ("tokenizer_name", "model_kwargs", "tokenizer_kwargs"),
-    "model": ("model_kwargs",),
+    "engine": ("tokenizer_name", "tokenizer_kwargs", "runtime", *_OF_LOADING),
+    "model": _OF_LOADING,
     "tokenizer": ("tokenizer_kwargs",),
 }
 """Loaded object -> arguments for loading it, which have no effect together with the object."""
@@ -73,7 +75,7 @@ def engine_of(source: ModelSource) -> Engine:
     """
     for loaded, names in MADE_BY.items():
         for name in names:
-            if getattr(source, loaded) is not None and getattr(source, name):
+            if getattr(source, loaded) is not None and getattr(source, name) not in (None, {}):
                 raise InvalidOption(
                     f"{name} is for loading, and a loaded {loaded} was given; leave out one of them"
                 )
@@ -162,25 +164,37 @@ def _require_no(*names: str, of: ModelSource) -> None:
 
 
 def _model_of(source: ModelSource) -> Runtime:
+    if source.model is not None:
+        return _loaded_model(source)
+    names = (*declared(ModelOptions), *declared(LlamaCppOptions))
+    options = {name: getattr(source, name) for name in names}
+    name, runtime, device = (options.pop(n) for n in ("model_name", "runtime", "device_map"))
+    return load_runtime(
+        name, runtime, device=device or "cpu", tokenizer=source.tokenizer, **options
+    )  # fmt: skip
+
+
+def _loaded_model(source: ModelSource) -> Runtime:
+    """The runtime of a model and a tokenizer that transformers has loaded."""
+    if source.runtime not in (None, "transformers"):
+        raise InvalidOption(
+            Given("runtime", source.runtime),
+            " loads a GGUF file by itself, and a model of transformers was given; give model_name, "
+            "or leave runtime out",
+        )
     # the import takes seconds, and a program that only imports a connector should not wait
-    from samkv_integrations.runtimes.transformers import Model, load_model, load_tokenizer
+    from samkv_integrations.runtimes.transformers import Model, load_tokenizer
 
     tokenizer = source.tokenizer
     if tokenizer is None and source.tokenizer_name is not None:
         tokenizer = load_tokenizer(source.tokenizer_name, source.tokenizer_kwargs)
-    if source.model is not None:
-        if tokenizer is None:
-            raise InvalidOption("model was given without its tokenizer; give tokenizer as well")
-        saved_as = getattr(source.model, "name_or_path", "")
-        label = source.model_name or saved_as or type(source.model).__name__
-        given = Model(source.model, tokenizer, label)
-        _require_same(source, given, {})
-        return given
-    return load_model(
-        source.model_name, device=source.device_map or "cpu", dtype=source.dtype,
-        tokenizer=tokenizer, model_kwargs=source.model_kwargs,
-        tokenizer_kwargs=source.tokenizer_kwargs,
-    )  # fmt: skip
+    if tokenizer is None:
+        raise InvalidOption("model was given without its tokenizer; give tokenizer as well")
+    saved_as = getattr(source.model, "name_or_path", "")
+    label = source.model_name or saved_as or type(source.model).__name__
+    given = Model(source.model, tokenizer, label)
+    _require_same(source, given, {})
+    return given
 
 
 class EngineRef:

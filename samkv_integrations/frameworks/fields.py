@@ -27,6 +27,7 @@ from samkv_integrations.option import OnMiss, declared
 from samkv_integrations.options import (
     AnswerOptions,
     EngineOptions,
+    LlamaCppOptions,
     ModelOptions,
     SamplingOptions,
     StoreOptions,
@@ -39,7 +40,13 @@ class Arguments(BaseModel):
     Raises UnknownOption for an argument that does not exist, InvalidOption for a wrong type.
     """
 
-    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({"torch_dtype": "give dtype"})
+    _elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "torch_dtype": "give dtype",
+            "repeat_penalty": "give repetition_penalty",
+            "n_batch": "it changes no answer; leave it out",
+        }
+    )
     """Name of an option that is given elsewhere -> where to give it."""
 
     if not TYPE_CHECKING:  # for type checkers, the fields are the arguments
@@ -114,7 +121,10 @@ def unknown_option(
 
 
 _ANSWER, _ENGINE = declared(AnswerOptions), declared(EngineOptions)
-_DECLARED = {**declared(ModelOptions), **declared(StoreOptions), **_ENGINE, **_ANSWER}
+_DECLARED = {
+    **declared(ModelOptions), **declared(LlamaCppOptions), **declared(StoreOptions), **_ENGINE,
+    **_ANSWER,
+}  # fmt: skip
 
 
 def _of(name: str, **more: Any) -> Any:  # noqa: ANN401
@@ -139,6 +149,16 @@ class EngineFields(BaseModel):
     dtype: str = _of("dtype")
     model_kwargs: dict[str, Any] = _of("model_kwargs", repr=False)
     tokenizer_kwargs: dict[str, Any] = _of("tokenizer_kwargs", repr=False)
+    runtime: str | None = _of("runtime")
+    n_threads: int | None = _of("n_threads")
+    n_gpu_layers: int | None = _of("n_gpu_layers")
+    n_ctx: int | None = _of("n_ctx")
+    type_k: str | int | None = _of("type_k")
+    type_v: str | int | None = _of("type_v")
+    main_gpu: int | None = _of("main_gpu")
+    tensor_split: list[float] | None = _of("tensor_split")
+    use_mmap: bool | None = _of("use_mmap")
+    use_mlock: bool | None = _of("use_mlock")
     kv_dir: str | Path | None = _of("kv_dir")
     kv_remote: str | None = _of("kv_remote")
     namespace: str | None = _of("namespace")

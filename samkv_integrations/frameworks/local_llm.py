@@ -185,7 +185,7 @@ class LocalLLM(Arguments, AnswerFields, EngineFields):
     # -- building the engine --------------------------------------------------------------------
 
     def _use(self) -> None:
-        if self.engine is None:
+        if self.engine is None and self.runtime is None:
             require_runtime()
         self._check()
         self._attach()

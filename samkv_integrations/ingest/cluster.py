@@ -25,11 +25,7 @@ from samkv_integrations.chunks.caching import progress_bar
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import ClusterError, Given, InvalidChunk, InvalidOption, MissingExtra
 from samkv_integrations.frameworks.engine_args import ModelSource, engine_of
-from samkv_integrations.runtimes.transformers.loading import (
-    bfloat16_is_slow,
-    device_of,
-    use_threads,
-)
+from samkv_integrations.runtimes import runtime_for
 from samkv_integrations.store.chunk import ChunkRef
 
 __all__ = ["ClusterIngest", "ModelSource", "WorkerPool", "add_on_ray", "cache_on_ray", "engine_of"]
@@ -111,7 +107,7 @@ def cache_on_ray(
         missed = [ref for ref in chunks.look_up(new) if ref.state == "missed"]
         work.append(engine.model.batches(missed))
     sent = sent.model_copy(update={"block_size": engine.fingerprint.block_size})
-    given = sent, engine.key_of(PROBE), pool.n_cpus
+    given = sent, engine.key_of(PROBE)
     all_groups = [*chain.from_iterable(work)]
     missed_refs = [*chain.from_iterable(all_groups)]
     texts_of = [[ref.text for ref in group] for group in all_groups]
@@ -184,17 +180,23 @@ def _sent(engine: Engine, source: ModelSource, pool: WorkerPool) -> ModelSource:
             f"device {source.device_map!r}, but workers have no GPU; give --worker-gpus 1, "
             "in Python WorkerPool(n_gpus=1)"
         )
-    if pool.n_gpus and source.dtype == "auto" and bfloat16_is_slow(device_of("cpu")):
-        raise InvalidOption(
-            Given("dtype", "auto"),
-            " may choose another dtype on the workers' GPUs than on this machine; give "
-            "'bfloat16' or 'float32'",
-        )
+    kind = runtime_for(source.model_name, source.runtime)
+    if pool.n_gpus and source.dtype == "auto" and kind.name == "transformers":
+        from samkv_integrations.runtimes.transformers.loading import bfloat16_is_slow, device_of
+
+        if bfloat16_is_slow(device_of("cpu")):
+            raise InvalidOption(
+                Given("dtype", "auto"),
+                " may choose another dtype on the workers' GPUs than on this machine; give "
+                "'bfloat16' or 'float32'",
+            )
     return source.model_copy(
         update={
             "kv_dir": os.path.abspath(source.kv_dir),
-            "dtype": engine.model.dtype_name,
+            "runtime": kind.name,
+            "dtype": engine.model.dtype_name if "dtype" in kind.options else "auto",
             "device_map": source.device_map if pool.n_gpus else "cpu",
+            "n_threads": pool.n_cpus,
         }
     )
 
@@ -242,14 +244,13 @@ def _by_workers(
 class CacheWorker:
     """A process that loads the model once and caches the chunks of batches.
 
-    source: plain values of model and store, with the agreed block size. probe_key: key of `PROBE`.
-    n_threads: threads that torch may use.
+    source: plain values of model and store, with the agreed block size and the threads of passes.
+    probe_key: key of `PROBE`.
 
     Raises InvalidOption if its model or its store is not that of the ingest.
     """
 
-    def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
-        use_threads(n_threads)
+    def __init__(self, source: ModelSource, probe_key: str) -> None:
         here = f"on {platform.node()}"
         if source.kv_remote is None and not Path(str(source.kv_dir)).is_dir():  # else it is created
             raise InvalidOption(
@@ -319,7 +320,7 @@ def reason_in(message: str) -> str:
 class WorkerPool:
     """The number of workers and the resources of each. Each worker loads the model.
 
-    n_cpus: processors of a worker, and threads that torch uses there.
+    n_cpus: processors of a worker, and threads of its passes.
     n_gpus: accelerators of a worker, also a fraction; 0 runs the model on the processor.
     address: that of a running Ray cluster; ``auto`` for the cluster of this machine; None for a
         cluster on this machine that starts and ends with the work. If this process is already

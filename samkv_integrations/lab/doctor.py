@@ -8,54 +8,25 @@ which never fails: it tells when full prefill is faster.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.methods import METHODS
-from samkv_integrations.methods.costs import is_whole
-from samkv_integrations.prompt.layout import ChunkPart, Layout
+from samkv_integrations.lab.runtime_doctor import (
+    CHUNKS,
+    PROMPT,
+    QUESTION,
+    TOLERANCE,
+    Check,
+    speed_advice,
+)
 from samkv_integrations.runtimes.transformers.entries.quantise import rotate, unrotate
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.store.chunk import BlockScheme
 from samkv_integrations.store.indexed import IndexedStore
-
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.01}
-"""Largest difference that rounding may cause, as a share of the largest number compared."""
 
 DECODED_TOKENS = 12
 """Tokens after the first one whose logits are compared."""
-
-CHUNKS = (
-    "[Harbour]\nThe harbour of Ostmere was built in 1874. Its lighthouse is painted green.",
-    "[Library]\nThe town library holds 5120 books; it opens at nine and closes at six.",
-    "[Railway]\nTwo trains a day run to Ostmere.\nThe line was laid by Ida Brandt.",
-)
-
-QUESTION = "Who laid the railway line to Ostmere?"
-
-PROMPT = "\n\n".join((*CHUNKS, f"Question: {QUESTION}\nAnswer:"))
-
-CHUNK_TOKENS, QUESTION_TOKENS = 256, 32
-"""Tokens of a chunk and of the question, in the prompts for which times are estimated."""
-
-LONGEST_TOKENS = 2**16
-"""Longest context for which times are estimated, in tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """One check and its outcome."""
-
-    name: str
-    ok: bool
-    detail: str
-
-    def to_row(self) -> dict[str, str | bool]:
-        """The check as a row of ``samkv doctor --json``."""
-        return {"check": self.name, "ok": self.ok, "detail": self.detail}
 
 
 def examine(model: Model, store: IndexedStore | None = None) -> Iterator[Check]:
@@ -176,23 +147,3 @@ def _compare(
         ok=difference <= limit,  # also false for NaN
         detail=f"{what} differ by {difference:.1e} at most, allowed {limit:.1e}{remark}",
     )
-
-
-# -- advice -----------------------------------------------------------------------------------
-
-
-def speed_advice(engine: Engine) -> Check:
-    """Measures costs, and tells the shortest context, in chunks, for which `auto` uses caches."""
-    costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
-    lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
-    verdict = "auto does full prefill, which is faster at any length"
-    for n_tokens in lengths:
-        chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
-        layout = Layout([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
-        if not is_whole(METHODS["auto"], costs, layout):
-            verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
-            break
-    kept = "not kept (give --dir to keep them)"
-    if engine.store.path is not None:
-        kept = f"kept in {engine.store.path}"
-    return Check(name="speed", ok=True, detail=f"{verdict}; measured and {kept}")

@@ -17,6 +17,8 @@ from samkv_integrations.errors import EmptyInput, Given, InvalidOption
 from samkv_integrations.lab.evaluation import Paired, Question, is_right
 from samkv_integrations.methods import Method, get_method
 from samkv_integrations.methods.base import with_option
+from samkv_integrations.methods.eviction import get_eviction
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.serving.stream import Answer
 
 FULL = "recompute"
@@ -98,6 +100,15 @@ def candidates(store_bits: int) -> dict[str, Setting]:
     """The settings to try, by label, roughly cheapest first. store_bits: bits of the caches."""
     made = [Setting(store_bits=store_bits, **words) for words in _CANDIDATES]
     return {setting.label: setting for setting in made}
+
+
+def runs(model: Runtime, setting: Setting) -> bool:
+    """Whether a model's runtime runs the method and the eviction of a setting."""
+    try:
+        model.check(setting.with_options, get_eviction(setting.eviction))
+    except InvalidOption:
+        return False
+    return True
 
 
 # -- questions ------------------------------------------------------------------------------------

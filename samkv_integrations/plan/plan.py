@@ -134,6 +134,7 @@ def _check_length(request: Request) -> None:
             f"prompt of {n_tokens} tokens (chunks at full size) and {request.how.capacity} new "
             f"tokens exceed the context window of {window} of {request.model.name!r}; retrieve "
             "fewer chunks, shorten the history, or ask for fewer tokens"
+            f"{request.model.wider_window}"
         )
 
 

@@ -95,7 +95,7 @@ class PromptReader:
     def _too_long(self, what: str, most: int) -> PromptTooLong:
         return PromptTooLong(
             f"{what} exceeds the context window of {most} of {self._model.name!r}; shorten "
-            "it or its history, or retrieve fewer chunks"
+            f"it or its history, or retrieve fewer chunks{self._model.wider_window}"
         )
 
     def read(

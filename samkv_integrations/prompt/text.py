@@ -54,6 +54,11 @@ class ModelText(ABC):
         """Number of token ids, which begin at 0."""
 
     @property
+    def wider_window(self) -> str:
+        """The suffix ``, or ...`` of an error: how to load the model with a longer window."""
+        return ""
+
+    @property
     @abstractmethod
     def longest_token(self) -> int:
         """Characters of the longest token, which give a lower bound of a text's tokens."""

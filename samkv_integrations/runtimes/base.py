@@ -9,7 +9,7 @@ looks inside. tests/support/table_runtime.py is a complete runtime of some hundr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -428,8 +428,12 @@ class Runtime(ModelText):
 class RuntimeKind:
     """A runtime by its name, in a module that imports nothing heavy.
 
-    load: makes a `Runtime` from a model's name and the runtime's options.
+    load: makes a `Runtime` from a model's name and those options that were given.
+    options: names of the options that it takes, see `load_runtime`.
+    is_installed: whether the packages that it needs are there. It imports none of them.
     """
 
     name: str
     load: Callable[..., Runtime]
+    options: Collection[str] = ()
+    is_installed: Callable[[], bool] = lambda: True

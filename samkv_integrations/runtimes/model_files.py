@@ -32,6 +32,16 @@ def smollm2() -> str:
     )
 
 
+def gguf_file_named(name: object) -> Path | None:
+    """The GGUF file that a model's name means; None if it means something else.
+
+    Raises ModelNotFound as `smollm2` and `gguf_file_of` do.
+    """
+    if not isinstance(name, str) or name in ("", "builtin"):
+        return None
+    return gguf_file_of(smollm2() if name == "smollm2" else name)
+
+
 def gguf_file_of(source: str) -> Path | None:
     """The GGUF file at the path ``source``, or the one in that folder without other weights.
 

@@ -62,7 +62,7 @@ def test_a_batch_is_computed_as_a_whole_whatever_is_there(
         passes.append(len(batch))
         return prefill(model, batch, *rest)
 
-    worker = CacheWorker(source, engine.key_of(PROBE), 1)
+    worker = CacheWorker(source, engine.key_of(PROBE))
     texts = ["one of two that are as long", "two of two that are as long"]
     engine.cache_chunks(texts[:1])
     monkeypatch.setattr(Model, "prefill", noted)
@@ -72,7 +72,7 @@ def test_a_batch_is_computed_as_a_whole_whatever_is_there(
 
 def test_texts_travel_whatever_they_hold(source: ModelSource, engine: Engine) -> None:
     texts = ["\x00 and more than that", "a line\u2028and another"]
-    assert failed(CacheWorker(source, engine.key_of(PROBE), 1), texts) == {}
+    assert failed(CacheWorker(source, engine.key_of(PROBE)), texts) == {}
     assert all(map(engine.is_cached, texts))
 
 
@@ -86,7 +86,7 @@ def test_a_chunk_that_fails_fails_alone(
             raise RuntimeError("out of\nmemory")
         return prefill(model, chunks, *rest)
 
-    worker = CacheWorker(source, engine.key_of(PROBE), 1)
+    worker = CacheWorker(source, engine.key_of(PROBE))
     monkeypatch.setattr(Model, "prefill", failing)
     assert failed(worker, TEXTS[:3]) == {1: "RuntimeError: out of memory"}
     assert [engine.is_cached(text) for text in TEXTS[:3]] == [True, False, True]
@@ -98,7 +98,7 @@ def test_a_store_that_fails_is_the_reason(
     def full(self: ChunkStore, chunk: ChunkCache) -> None:
         raise StoreError("the disk is full")
 
-    worker = CacheWorker(source, engine.key_of(PROBE), 1)
+    worker = CacheWorker(source, engine.key_of(PROBE))
     monkeypatch.setattr(ChunkStore, "put", full)
     assert {*failed(worker, TEXTS[:2]).values()} == {"StoreError: the disk is full"}
 
@@ -110,14 +110,14 @@ def test_a_worker_of_another_machine_shares_what_it_computes(
     remote = f"file://{tmp_path}/shared"
     own = source.model_copy(update={"kv_remote": remote, "kv_dir": tmp_path / "own"})
     monkeypatch.setenv("SAMKV_STORE_SECRET", secret.hex())
-    assert failed(CacheWorker(own, engine.key_of(PROBE), 1), TEXTS[:2]) == {}
+    assert failed(CacheWorker(own, engine.key_of(PROBE)), TEXTS[:2]) == {}
     driver = engine_of(source.model_copy(update={"kv_remote": remote}))
     assert [driver.is_cached(text) for text in TEXTS[:3]] == [True, True, False]
     monkeypatch.setenv("SAMKV_STORE_SECRET", bytes(32).hex())
     other = {"kv_dir": tmp_path / "strange", "kv_remote": f"file://{tmp_path}/other"}
     strange = own.model_copy(update=other)
     with pytest.raises(InvalidOption, match="SAMKV_STORE_SECRET"):
-        CacheWorker(strange, engine.key_of(PROBE), 1)
+        CacheWorker(strange, engine.key_of(PROBE))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_worker_refuses_another_store_or_model(
     if "kv_dir" in changed:
         changed = {"kv_dir": tmp_path / changed["kv_dir"]}
     with pytest.raises(InvalidOption, match=message):
-        CacheWorker(source.model_copy(update=changed), engine.key_of(PROBE), 1)
+        CacheWorker(source.model_copy(update=changed), engine.key_of(PROBE))
     assert not chunk_files(tmp_path) and not (tmp_path / "absent").exists()
 
 

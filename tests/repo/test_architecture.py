@@ -29,7 +29,7 @@ FLOORS = (
     {"methods"},
     {"options"},
     {"runtimes"},
-    {"runtimes.transformers", "chunks"},
+    {"runtimes.llama_cpp", "runtimes.transformers", "chunks"},
     {"plan"},
     {"serving"},
     {"engine"},
@@ -56,6 +56,7 @@ OWNERS = {
         ("huggingface_hub", "safetensors", "torch", "transformers"),
         {"runtimes.transformers", "lab"},
     ),
+    **dict.fromkeys(("llama_cpp", "xllamacpp"), {"runtimes.llama_cpp"}),
     "chromadb": {"chroma", "connectors"},
     **dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), {"server"}),
     "llama_index": {"connectors"},
@@ -87,8 +88,9 @@ def room(module: str) -> str:
     head, _, rest = module.partition(".")
     if head != PACKAGE:
         return "connectors"
-    if rest.startswith("runtimes.transformers"):
-        return "runtimes.transformers"
+    for runtime in ("runtimes.llama_cpp", "runtimes.transformers"):
+        if rest.startswith(runtime):
+            return runtime
     room = rest.split(".")[0]
     return "cli" if room == "__main__" else room
 

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, SecretStr
 
 from samkv_integrations import AnswerStream, Eviction, Method
 from samkv_integrations.errors import InvalidOption, UnknownOption
+from samkv_integrations.frameworks.engine_args import MADE_BY
 from samkv_integrations.frameworks.fields import OWN_ANSWER_OPTIONS, EngineFields, SamplingFields
 from samkv_integrations.frameworks.local_llm import (
     CALL_KWARGS,
@@ -29,7 +30,10 @@ from samkv_integrations.frameworks.local_llm import (
 from samkv_integrations.methods import get_method
 
 _NO_KEYS = ("method", "eviction", "timeout")  # written apart, with their options
-_SYNONYMS = {"model_name": "model", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
+_SYNONYMS = {
+    "model_name": "model", "model_path": "model", "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}  # fmt: skip
 
 # Option of a call for other providers -> what to do instead.
 _INSTEAD = {
@@ -45,10 +49,10 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     """A model on this machine that answers from the KV caches of the chunks in its prompt.
 
     Arguments are the fields of this class and of `LocalLLM`, and those of every LangChain model:
-    ``cache``, ``callbacks``, ``tags``, ``metadata``, ... ``model_name``, ``max_new_tokens`` and
-    ``stop_sequences`` are other names of ``model``, ``max_tokens`` and ``stop``. Arguments that
-    only serve to load the model are not kept. A call may override the options of sampling,
-    max_tokens, stop and timeout.
+    ``cache``, ``callbacks``, ``tags``, ``metadata``, ... ``model_name`` and
+    ``model_path`` are other names of ``model``, ``max_new_tokens`` of ``max_tokens``, and
+    ``stop_sequences`` of ``stop``. Arguments that only serve to load the model are not kept. A call
+    may override the options of sampling, max_tokens, stop and timeout.
 
     Raises:
         InvalidOption, UnknownOption: an argument is wrong, or contradicts ``engine``.
@@ -60,6 +64,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
     if TYPE_CHECKING:  # type checkers know one name of an argument, and the final type of a field
         model: str = ""
         model_name: str = ""
+        model_path: str = ""
         max_new_tokens: int | None = None
         stop_sequences: list[str] | str | None = None
         api_key: SecretStr | str | None = None
@@ -70,6 +75,7 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         """Accepted for compatibility: nothing here needs a key."""
 
         model = property(attrgetter("model_name"), doc="`model_name`.")
+        model_path = property(attrgetter("model_name"), doc="`model_name`.")
         max_new_tokens = property(attrgetter("max_tokens"), doc="`max_tokens`.")
         stop_sequences = property(attrgetter("stop"), doc="`stop`.")
 
@@ -100,7 +106,10 @@ class LocalModel(SamplingFields, LocalLLM, BaseLanguageModel[Any]):
         super()._attach()
         # LangChain copies an LLM by passing its fields to the constructor, the engine included;
         # arguments that load a model would contradict that. They may also hold a hub token.
-        self.tokenizer_name, self.model_kwargs, self.tokenizer_kwargs = None, {}, {}
+        for name in MADE_BY["engine"]:
+            setattr(
+                self, name, EngineFields.model_fields[name].get_default(call_default_factory=True)
+            )
         assert self.max_tokens is not None  # `_check` has seen to it
         self._require_room(self.engine.model.context_window, max_tokens=self.max_tokens)
 

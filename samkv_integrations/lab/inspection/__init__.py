@@ -243,8 +243,9 @@ def inspect(
     """
     if not isinstance(engine.model, Model):
         raise InvalidOption(
-            f"{engine.model.name!r} runs on {type(engine.model).__name__}; it must be a model of "
-            "the transformers runtime; load it with that runtime"
+            f"{engine.model.name!r} runs on {type(engine.model).__name__}, whose attention cannot "
+            "be inspected; cache the chunks in another folder, and ask there, with ",
+            Given("runtime", "transformers"),
         )
     settings = AnswerSettings.of(
         method=method, eviction=eviction, on_miss="text", max_new_tokens=max_new_tokens

@@ -110,6 +110,11 @@ class LlamaCppModel(LlamaText, Runtime):
     def context_window(self) -> int:
         return min(self.context.n_trained, self.context.n_cells)
 
+    @property
+    def wider_window(self) -> str:
+        most = self.context.n_trained
+        return f", or load it with n_ctx={most}" if self.context.n_cells < most else ""
+
     # -- identity -----------------------------------------------------------------------------
 
     def generation(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import wraps
@@ -134,7 +135,9 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
 
     model: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
     """A loaded model of transformers, whose label is model_name; or, as a string, another name of
-    model_name. None once the engine has it."""
+    model_name, as is model_path. None once the engine has it."""
+    if TYPE_CHECKING:  # type checkers know it as an argument
+        model_path: str = ""
     tokenizer: SkipJsonSchema[Any] = Field(default=None, exclude=True, repr=False)
     """A loaded tokenizer of transformers; ``model`` needs it, or tokenizer_name."""
     tokenizer_outputs_to_remove: list[str] | None = Field(default=None, exclude=True, repr=False)
@@ -167,13 +170,14 @@ class SamKVLLM(LocalLLM, FunctionCallingLLM):
     @classmethod
     def _arguments(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(given)
-        if isinstance(found.get("model"), str):  # other LLMs have this name for model_name
-            name = found.pop("model")
-            if found.setdefault("model_name", name) != name:
-                raise InvalidOption(
-                    Given("model", name),
-                    f" and model_name={found['model_name']!r} are the same option; give one",
-                )
+        for synonym in ("model", "model_path"):  # other LLMs have these names for model_name
+            if isinstance(found.get(synonym), str | os.PathLike):
+                name = os.fspath(found.pop(synonym))
+                if str(found.setdefault("model_name", name)) != name:
+                    raise InvalidOption(
+                        Given(synonym, name),
+                        f" and model_name={found['model_name']!r} are the same option; give one",
+                    )
         return super()._arguments(found)
 
     def _check(self) -> None:
