@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 
-from samkv_integrations.runtimes.llama_cpp.binding import load_binding
+from samkv_integrations.runtimes.llama_cpp.library.binding import load_binding
 from samkv_integrations.runtimes.llama_cpp.text import LlamaText
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

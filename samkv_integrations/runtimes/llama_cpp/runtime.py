@@ -30,9 +30,13 @@ from samkv_integrations.runtimes.base import (
 )
 from samkv_integrations.runtimes.llama_cpp import costs
 from samkv_integrations.runtimes.llama_cpp.cells import Cells, Entries, Reservation
-from samkv_integrations.runtimes.llama_cpp.context import MOST_OUTPUTS, N_UBATCH, LlamaContext
 from samkv_integrations.runtimes.llama_cpp.entries import EntryCodec
-from samkv_integrations.runtimes.llama_cpp.proof import Proven, prove
+from samkv_integrations.runtimes.llama_cpp.library.context import (
+    MOST_OUTPUTS,
+    N_UBATCH,
+    LlamaContext,
+)
+from samkv_integrations.runtimes.llama_cpp.library.proof import Proven, prove
 from samkv_integrations.runtimes.llama_cpp.sampling import NumpySampler
 from samkv_integrations.runtimes.llama_cpp.sequence import LlamaSequence
 from samkv_integrations.runtimes.llama_cpp.text import LlamaText

@@ -13,7 +13,7 @@ import numpy as np
 
 from samkv_integrations.prompt.quoting import SpecialTokens
 from samkv_integrations.prompt.text import ModelText, half_character
-from samkv_integrations.runtimes.llama_cpp.binding import (
+from samkv_integrations.runtimes.llama_cpp.library.binding import (
     CONTROL,
     LSTRIP,
     RSTRIP,

@@ -12,7 +12,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.quoting import Chat
-from samkv_integrations.runtimes.llama_cpp import binding
+from samkv_integrations.runtimes.llama_cpp.library import binding
 
 if binding.installed() is None:
     pytest.skip("llama.cpp is not installed", allow_module_level=True)

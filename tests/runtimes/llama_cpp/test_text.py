@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt.text import TextStream
-from samkv_integrations.runtimes.llama_cpp import binding
+from samkv_integrations.runtimes.llama_cpp.library import binding
 
 if binding.installed() is None:
     pytest.skip("llama.cpp is not installed", allow_module_level=True)
