@@ -22,7 +22,8 @@ LLMS = (SamKVLLM, ChatSamKV, SamKV)
 OF_LLMS = {
     name: option
     for group in (
-        options.ModelOptions, options.StoreOptions, options.EngineOptions, options.AnswerOptions,
+        options.ModelOptions, options.LlamaCppOptions, options.StoreOptions, options.EngineOptions,
+        options.AnswerOptions,
     )
     for name, (_, option) in declared(group).items()
     if option.of_llms and name not in declared(options.SamplingOptions)
@@ -63,6 +64,16 @@ class TestAllThatThereAre:
         if command == "ask":
             assert "timeout" in FLAGS_OF_ANSWERS and FLAGS_OF_ANSWERS <= known
 
+    @pytest.mark.parametrize(
+        "command", ["ask", "doctor", "ingest", "inspect", "serve", "tune", "store sync"]
+    )
+    def test_of_runtimes_are_flags_of_commands_that_load_a_model(self, command: str) -> None:
+        found: Any = typer.main.get_command(app)
+        for name in command.split():
+            found = found.commands[name]
+        known = {each.name for each in found.params}
+        assert {"runtime", "n_threads", *declared(options.LlamaCppOptions)} <= known
+
     def test_are_fields_of_the_server(self) -> None:
         for name in declared(options.AnswerOptions):
             assert (name in Samkv.model_fields) is (name in OF_LLMS)
@@ -70,7 +81,13 @@ class TestAllThatThereAre:
         assert of_sampling <= ChatRequest.model_fields.keys() & ChatSamKV.model_fields.keys()
 
     def test_are_rows_of_the_reference(self, table_of: Callable[[str], str]) -> None:
-        for group in ("ModelOptions", "StoreOptions", "EngineOptions", "AnswerOptions"):
+        for group in (
+            "ModelOptions",
+            "LlamaCppOptions",
+            "StoreOptions",
+            "EngineOptions",
+            "AnswerOptions",
+        ):
             shown = table_of(f"{options.__name__}.{group}")
             for name, (_, option) in declared(getattr(options, group)).items():
                 assert f"| `{name}` | `{option.default!r}` | {option.description}" in shown

@@ -105,7 +105,7 @@ class TestWeights:
 
 
 def test_recompute_is_what_transformers_computes(file: Path) -> None:
-    engine = Engine.from_pretrained(str(file), store_bits=16)
+    engine = Engine.from_pretrained(str(file), runtime="transformers", store_bits=16)
     chunks = ["The first chunk is about the theatre.", "The second one is about the others."]
     engine.cache_chunks(chunks)
     prompt = "\n\n".join([*chunks, "What is the theatre?"])
