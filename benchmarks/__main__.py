@@ -18,7 +18,7 @@ BENCHMARKS = {
     "ingest": "what caching chunks costs, in plain forwards",
     "serve": "throughput and latencies of a server under load, methods side by side",
     "answer_grid": "whole answers against plain transformers' generate",
-    "decoding": "right answers and seconds with packed weights and with drafts",
+    "decoding": "right answers and seconds with and without drafts",
     "step": "a later token, against llama.cpp and the sum of its matrix products",
     "count": "lines of code and files of the wheel, by package",
     "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -26,7 +27,6 @@ from samkv_integrations.options import AnswerSettings
 from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.runtimes.model_files import smollm2
 from samkv_integrations.runtimes.transformers.loading import load_model
-from samkv_integrations.runtimes.transformers.model.packed_weights import PackedLinear, Part
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving.first_token import first_token
 from samkv_integrations.store.disk import ChunkStore
@@ -36,21 +36,11 @@ STEPS = 64
 
 def products(model: Model) -> list[Callable[[], Tensor]]:
     """The matrix products of a step, in order."""
-    found: list[Callable[[], Tensor]] = []
-    seen = set[int]()
-    for module in model.hf.modules():
-        if isinstance(module, PackedLinear):
-            packed = module.packed.whole if isinstance(module.packed, Part) else module.packed
-            product, size, of = packed.product, packed.n_columns, id(packed)
-        elif isinstance(module, nn.Linear):
-            product, size, of = module.forward, module.in_features, id(module)
-        else:
-            continue
-        if of not in seen:
-            seen.add(of)
-            x = torch.randn(1, size, dtype=model.dtype)
-            found.append(lambda product=product, x=x: product(x))  # type: ignore[misc]
-    return found
+    return [
+        partial(module.forward, torch.randn(1, module.in_features, dtype=model.dtype))
+        for module in model.hf.modules()
+        if isinstance(module, nn.Linear)
+    ]
 
 
 def milliseconds(work: Callable[[], object], n: int) -> float:
@@ -64,14 +54,13 @@ def milliseconds(work: Callable[[], object], n: int) -> float:
 def step(
     model: Annotated[str, typer.Option(help="GGUF file or 'smollm2'.")] = "smollm2",
     contexts: Annotated[str, typer.Option(help="Tokens of the prompts: 500,1000,...")] = "970",
-    weights: Annotated[str, typer.Option(help="As `load_model` takes it.")] = "packed",
     peer_python: Annotated[
         str | None, typer.Option(help="A Python that has llama-cpp-python.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Of 64 tokens each.")] = 5,
 ) -> None:
     """CPU time of a later token, beside llama.cpp's and the sum of its products."""
-    loaded = load_model(model, dtype="auto", weights=weights)
+    loaded = load_model(model)
     multiply, texts, peer = products(loaded), Texts(loaded), None
     if peer_python is not None:
         peer = Peer(peer_python, str(smollm2() if model == "smollm2" else model))

@@ -17,7 +17,6 @@ from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction, get_eviction
 from samkv_integrations.option import (
     OnMiss,
-    Weights,
     bytes_of,
     check_options,
     complete,
@@ -124,7 +123,6 @@ class Engine:
         runtime: str | None = None,
         device: str = "auto",
         dtype: Any = "auto",  # noqa: ANN401  # torch's are allowed too
-        weights: Weights = "auto",
         model_kwargs: Mapping[str, Any] | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         n_threads: int | None = None,
@@ -135,7 +133,7 @@ class Engine:
         runtime: what runs it, a name out of `RUNTIMES`; None for ``llama_cpp`` if it is a GGUF file
             and llama.cpp is installed, else ``transformers``.
         n_threads: threads of a pass. device: with llama.cpp ``auto`` or ``cpu``.
-        device, dtype, weights, model_kwargs, tokenizer_kwargs: see `load_model`.
+        device, dtype, model_kwargs, tokenizer_kwargs: see `load_model`.
         options: see the class, and for llama.cpp `LlamaCppOptions`.
 
         Raises MissingExtra if the runtime is not installed, InvalidOption for an option of another
@@ -146,7 +144,7 @@ class Engine:
         of_runtime = {name: given[name] for name in given if name not in of_engine}
         check_options(EngineOptions, of_engine)  # before the model is loaded, which takes time
         model = load_runtime(
-            name, runtime, device=device, dtype=dtype, weights=weights, n_threads=n_threads,
+            name, runtime, device=device, dtype=dtype, n_threads=n_threads,
             model_kwargs=model_kwargs, tokenizer_kwargs=tokenizer_kwargs, **of_runtime,
         )  # fmt: skip
         return cls(model, store, **of_engine)

@@ -22,7 +22,6 @@ DEFAULT_STORE_BITS = 4
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-Weights = Literal["auto", "packed", "unpacked", "int8"]
 OnMiss = Literal["text", "compute", "error"]
 PrefixPolicy = Literal["auto", "documents", "bos", "none"]
 

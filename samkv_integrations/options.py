@@ -20,7 +20,6 @@ from samkv_integrations.option import (
     OnMiss,
     Option,
     PrefixPolicy,
-    Weights,
     among,
     bytes_of,
     check_dtype,
@@ -92,14 +91,6 @@ class ModelOptions(TypedDict, total=False):
             description="'float32', 'bfloat16', 'float16', or 'auto' for the checkpoint's.",
             more="'auto' is float32 where this processor computes bfloat16 slowly.",
             default="auto", check=check_dtype,
-        ),
-    ]  # fmt: skip
-    weights: Annotated[
-        Weights,
-        Option(
-            description="How a CPU keeps weights: 'packed' as in the GGUF file, 'unpacked', 'int8' "
-            "for other checkpoints, or 'auto' as memory allows.",
-            default="auto", check=among(*get_args(Weights)),
         ),
     ]  # fmt: skip
     model_kwargs: Annotated[

@@ -18,7 +18,6 @@ from typing import Annotated, Any, ForwardRef, get_type_hints, is_typeddict
 import typer
 import typer.core
 
-from samkv_integrations import option
 from samkv_integrations.errors import Given, SamkvError, shown
 from samkv_integrations.option import declared
 from samkv_integrations.options import LlamaCppOptions, ModelOptions
@@ -138,7 +137,6 @@ def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa
 ModelName = Annotated[str, flag(ModelOptions, "model_name", "--model")]
 Device = Annotated[str, flag(ModelOptions, "device_map", "--device")]
 Dtype = Annotated[str, flag(ModelOptions, "dtype")]
-Weights = Annotated[option.Weights, flag(ModelOptions, "weights")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ _KEPT = "Keep the measured times beside the caches here."
 def doctor(
     of_runtime: args.OfRuntime, model: args.ModelName = "builtin", device: args.Device = "auto",
     dtype: args.Dtype = "auto",
-    weights: args.Weights = "auto",
     folder: Annotated[Path | None, typer.Option("--dir", resolve_path=True, help=_KEPT)] = None,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -43,9 +42,7 @@ def doctor(
 
     examine, verdict = _checks_of(runtime_for(model, of_runtime.runtime).name)
     # costs are kept by number of threads
-    loaded = load_runtime(
-        model, device=device, dtype=dtype, weights=weights, **of_runtime.of_runtime(model)
-    )
+    loaded = load_runtime(model, device=device, dtype=dtype, **of_runtime.of_runtime(model))
     store = None if folder is None else ChunkStore(folder / "kv")
     checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]

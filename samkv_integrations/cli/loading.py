@@ -271,7 +271,6 @@ class Index(Collections, args.OfRuntime):
     dtype: Annotated[
         str | None, args.flag(ModelOptions, "dtype", default="as ingested, else auto")
     ] = None
-    weights: args.Weights = "auto"
     store_bits: Annotated[
         int | None, args.flag(EngineOptions, "store_bits", default="as ingested, else 4")
     ] = None
@@ -327,7 +326,7 @@ class Index(Collections, args.OfRuntime):
 
         own: Any = options  # options with a flag are fields of a source
         return ModelSource(
-            model_name=given.model, device_map=self.device, dtype=given.dtype, weights=self.weights,
+            model_name=given.model, device_map=self.device, dtype=given.dtype,
             kv_dir=self.folder / "kv", kv_remote=self.remote, namespace=self.namespace,
             max_bytes=max_bytes, store_bits=given.store_bits, **own,
             **self.of_runtime(given.model) | {"runtime": given.runtime},

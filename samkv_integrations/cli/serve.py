@@ -144,9 +144,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             own = replace(index, namespace=tenant.namespace)
             own.require_own_records(database, tenant.collections)
         of_runtime = index.of_runtime(model) | {"runtime": ingested.runtime}
-        loaded = load_runtime(
-            model, device=index.device, dtype=ingested.dtype, weights=index.weights, **of_runtime
-        )
+        loaded = load_runtime(model, device=index.device, dtype=ingested.dtype, **of_runtime)
         # equal parts, so that no namespace affects the times of another
         n_parts = len({tenant.namespace for tenant in keys.tenants})
         of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts

@@ -142,8 +142,7 @@ def _require_same(source: ModelSource, model: Runtime, facts: dict[str, Any]) ->
     """Raises InvalidOption if an argument contradicts the loaded model or engine."""
     kind = model.device_name.partition(":")[0]
     device = kind if source.device_map == kind else model.device_name
-    weights = "packed" if model.weights == "both" else model.weights
-    of_model = {"device_map": device, "dtype": model.dtype_name, "weights": weights}
+    of_model = {"device_map": device, "dtype": model.dtype_name}
     for name, value in {**facts, **of_model}.items():
         given = getattr(source, name)
         is_unset = given in (None, value) or (name == "model_name" and not given)

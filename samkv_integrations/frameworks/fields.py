@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from samkv_integrations.errors import Given, InvalidOption, SamkvError, UnknownOption
-from samkv_integrations.option import OnMiss, Weights, declared
+from samkv_integrations.option import OnMiss, declared
 from samkv_integrations.options import (
     AnswerOptions,
     EngineOptions,
@@ -147,7 +147,6 @@ class EngineFields(BaseModel):
     tokenizer_name: str | None = _of("tokenizer_name")
     device_map: str | None = _of("device_map")
     dtype: str = _of("dtype")
-    weights: Weights = _of("weights")
     model_kwargs: dict[str, Any] = _of("model_kwargs", repr=False)
     tokenizer_kwargs: dict[str, Any] = _of("tokenizer_kwargs", repr=False)
     runtime: str | None = _of("runtime")

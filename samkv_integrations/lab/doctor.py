@@ -140,9 +140,7 @@ def _largest(tensor: Tensor) -> float:
 def _compare(
     name: str, model: Model, what: str, ours: Tensor, theirs: Tensor, remark: str = ""
 ) -> Check:
-    # packed products, which decoding uses, are computed in bfloat16
-    is_rounded = what == "logits" and model.weights != "unpacked"
-    limit = TOLERANCE["bfloat16" if is_rounded else model.dtype_name] * _largest(theirs)
+    limit = TOLERANCE[model.dtype_name] * _largest(theirs)
     difference = _largest(ours.float() - theirs.float())
     return Check(
         name=name,

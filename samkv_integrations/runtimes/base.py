@@ -256,11 +256,6 @@ class Runtime(ModelText):
         return "float32"
 
     @property
-    def weights(self) -> str:
-        """How its weights are stored in memory."""
-        return "unpacked"
-
-    @property
     @abstractmethod
     def context_window(self) -> int:
         """Most tokens of prompt and answer together."""

@@ -182,6 +182,3 @@ def test_an_error_names_flags_and_not_arguments(town: Path, tiny: str) -> None:
     ask = ("ask", "Who?", "--method", "reuse")
     evict = (*ask, "--eviction", "h2o", "--eviction-budget", "7")
     assert "--eviction-budget=7.0 of 'h2o'; it must be above 0" in error_of(*evict)
-    packed = error_of(*ask, "--model", tiny, "--weights", "packed")
-    assert packed.startswith("samkv: --weights=packed is for")
-    assert packed.endswith("give such a file, or --weights=int8")

@@ -39,9 +39,12 @@ class RuntimeContract:
     is_exact: whether an entry depends on its own token alone, as a table's does and a model's does
         not. Answers over caches are then those of full prefill; else they are those of a new engine
         with the same caches.
+    repeats_bits: whether the entries of a token do not depend, in the last bits, on which tokens
+        are computed together with it.
     """
 
     is_exact: ClassVar[bool] = False
+    repeats_bits: ClassVar[bool] = True
 
     def runtime(self) -> Runtime:
         """A runtime of the same model each time. Its answers are greedy and not empty."""
@@ -85,7 +88,9 @@ class RuntimeContract:
                  {"role": "user", "content": "And when was the harbour built?"}]  # fmt: skip
         second = engine.generate(turns, max_new_tokens=MOST)
         assert second.report.prefix_tokens >= first.report.prompt_tokens
-        assert second.text == self.expected(turns, "recompute")
+        assert second.text
+        if self.repeats_bits:
+            assert second.text == self.expected(turns, "recompute")
 
     def test_a_store_on_disk_gives_back_what_was_put(self, tmp_path: Path) -> None:
         Engine(self.runtime(), ChunkStore(tmp_path)).cache_chunks(TEXTS)

@@ -71,14 +71,14 @@ def test_a_change_of_the_model_frees_it_with_the_next_question(tmp_path: Path) -
     assert n_kept(engine) == 1
 
 
-def test_an_answer_that_packed_weights_decoded_is_not_exact(
+def test_an_answer_is_not_exact_if_the_runtime_decodes_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_on(tmp_path)
-    for is_packed in (False, True):
+    for is_exact in (True, False):
         engine.sequences.clear()
-        monkeypatch.setattr(Model, "decodes_packed", is_packed)
+        monkeypatch.setattr(Model, "decodes_exactly", is_exact)
         report = engine.generate(PROMPT, method="recompute", max_new_tokens=6).report
         (kept,) = engine.sequences._sequences  # noqa: SLF001
         assert len(kept.token_ids) > report.prompt_tokens
-        assert kept.n_exact == (report.prompt_tokens if is_packed else len(kept.token_ids))
+        assert kept.n_exact == (len(kept.token_ids) if is_exact else report.prompt_tokens)

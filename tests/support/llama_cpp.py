@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from samkv_integrations.runtimes.llama_cpp.binding import installed
+from samkv_integrations.runtimes.llama_cpp.library.binding import installed
 from samkv_integrations.runtimes.llama_cpp.runtime import LlamaCppModel
 
 with_llama_cpp = pytest.mark.skipif(installed() is None, reason="llama.cpp is not installed")

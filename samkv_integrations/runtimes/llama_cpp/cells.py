@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samkv_integrations.errors import OutOfMemory
-from samkv_integrations.runtimes.llama_cpp.context import LlamaContext
+from samkv_integrations.runtimes.llama_cpp.library.context import LlamaContext
 
 
 @dataclass(eq=False)

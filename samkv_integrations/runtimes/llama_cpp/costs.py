@@ -12,7 +12,7 @@ import numpy as np
 
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.runtimes.base import MOST_ROWS, RowCosts
-from samkv_integrations.runtimes.llama_cpp.context import N_UBATCH, LlamaContext
+from samkv_integrations.runtimes.llama_cpp.library.context import N_UBATCH, LlamaContext
 
 _LENGTHS = (1, 16, 128, N_UBATCH)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from samkv_integrations.errors import InvalidChunk
 from samkv_integrations.option import STORE_BITS, among
-from samkv_integrations.runtimes.llama_cpp.positions import Rotation
+from samkv_integrations.runtimes.llama_cpp.library.positions import Rotation
 
 GROUP_TOKENS = 64
 """Tokens whose keys share scale and offset per channel."""

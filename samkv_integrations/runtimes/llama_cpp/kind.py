@@ -8,7 +8,7 @@ from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.option import declared
 from samkv_integrations.options import LlamaCppOptions
 from samkv_integrations.runtimes.base import Runtime, RuntimeKind
-from samkv_integrations.runtimes.llama_cpp.binding import installed
+from samkv_integrations.runtimes.llama_cpp.library.binding import installed
 
 
 def _load(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from samkv_integrations.errors import Given, InvalidOption, ModelNotFound
-from samkv_integrations.runtimes.llama_cpp.binding import (
+from samkv_integrations.runtimes.llama_cpp.identity import digest_of
+from samkv_integrations.runtimes.llama_cpp.library.binding import (
     LOAD_AUTO,
     LOAD_MLOCK,
     LOAD_MMAP_MLOCK,
@@ -17,8 +18,7 @@ from samkv_integrations.runtimes.llama_cpp.binding import (
     Binding,
     load_binding,
 )
-from samkv_integrations.runtimes.llama_cpp.context import LlamaContext
-from samkv_integrations.runtimes.llama_cpp.identity import digest_of
+from samkv_integrations.runtimes.llama_cpp.library.context import LlamaContext
 from samkv_integrations.runtimes.llama_cpp.runtime import LlamaCppModel
 from samkv_integrations.runtimes.model_files import gguf_file_of, parts_of, smollm2
 

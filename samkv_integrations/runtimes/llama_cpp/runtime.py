@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -29,9 +30,13 @@ from samkv_integrations.runtimes.base import (
 )
 from samkv_integrations.runtimes.llama_cpp import costs
 from samkv_integrations.runtimes.llama_cpp.cells import Cells, Entries, Reservation
-from samkv_integrations.runtimes.llama_cpp.context import MOST_OUTPUTS, N_UBATCH, LlamaContext
 from samkv_integrations.runtimes.llama_cpp.entries import EntryCodec
-from samkv_integrations.runtimes.llama_cpp.proof import Proven, prove
+from samkv_integrations.runtimes.llama_cpp.library.context import (
+    MOST_OUTPUTS,
+    N_UBATCH,
+    LlamaContext,
+)
+from samkv_integrations.runtimes.llama_cpp.library.proof import Proven, prove
 from samkv_integrations.runtimes.llama_cpp.sampling import NumpySampler
 from samkv_integrations.runtimes.llama_cpp.sequence import LlamaSequence
 from samkv_integrations.runtimes.llama_cpp.text import LlamaText
@@ -51,6 +56,17 @@ _Found = TypeVar("_Found")
 COMPUTED, HELD, CACHED = 0, 1, 2
 """Where the entries of a token come from."""
 
+MOST_OF_BATCH = 16
+"""Most chunks that are computed at once: each is a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Staged:
+    """Cached entries in a sequence of their own. positions: of its tokens, ascending."""
+
+    entries: Entries
+    positions: NDArray[np.int64]
+
 
 class LlamaCppModel(LlamaText, Runtime):
     """A GGUF file as a `Runtime`.
@@ -64,10 +80,12 @@ class LlamaCppModel(LlamaText, Runtime):
 
     default_store_bits = 8
 
+    _before: tuple[tuple[int, ...], Entries] | None = None  # the prefix of chunks, computed
+
     def __init__(self, context: LlamaContext, name: str, digest: str, n_threads: int) -> None:
         super().__init__(context.binding, context.model)
         self.name, self._digest, self._n_threads = name, digest, n_threads
-        self._context = context
+        self.context = context
         self.n_layers = context.n_layers
         context.use_threads(n_threads)
         proven = prove(context)
@@ -81,12 +99,12 @@ class LlamaCppModel(LlamaText, Runtime):
 
     @property
     def device_name(self) -> str:
-        return self._context.device_name
+        return self.context.device_name
 
     @property
     def build(self) -> str:
         """The build of llama.cpp that runs it."""
-        return self._context.binding.build
+        return self.context.binding.build
 
     @property
     def dtype_name(self) -> str:
@@ -94,12 +112,12 @@ class LlamaCppModel(LlamaText, Runtime):
 
     @property
     def context_window(self) -> int:
-        return min(self._context.n_trained, self._context.n_cells)
+        return min(self.context.n_trained, self.context.n_cells)
 
     @property
     def wider_window(self) -> str:
-        most = self._context.n_trained
-        return f", or load it with n_ctx={most}" if self._context.n_cells < most else ""
+        most = self.context.n_trained
+        return f", or load it with n_ctx={most}" if self.context.n_cells < most else ""
 
     # -- identity -----------------------------------------------------------------------------
 
@@ -109,7 +127,7 @@ class LlamaCppModel(LlamaText, Runtime):
     def fingerprint(
         self, prefix: Sequence[int], scheme: BlockScheme, store_bits: int
     ) -> Fingerprint:
-        context = self._context
+        context = self.context
         EntryCodec(bits=store_bits, n_heads=1, k_dim=2, v_dim=2)  # raises
         return Fingerprint(
             model=self.name, weights=self._digest, config="llama.cpp", tokenizer=self._digest,
@@ -162,7 +180,7 @@ class LlamaCppModel(LlamaText, Runtime):
         self, chunks: Sequence[ChunkRef], fingerprint: Fingerprint, prefix: Sequence[int],
         pause: Callable[[], None],
     ) -> Sequence[ChunkCache]:  # fmt: skip
-        with self._context.lock, ExitStack() as stack:
+        with self.context.lock, ExitStack() as stack:
             before = self._prefix_entries(tuple(prefix), pause)
             stack.enter_context(self._cells.used(before))
             room = self._cells.reserve(sum(len(chunk.token_ids) for chunk in chunks))
@@ -197,16 +215,14 @@ class LlamaCppModel(LlamaText, Runtime):
             self._before = prefix, entries
         return self._before[1]
 
-    _before: tuple[tuple[int, ...], Entries] | None = None
-
     def _made(
         self, chunk: ChunkRef, entries: Entries, n_before: int, fingerprint: Fingerprint
     ) -> ChunkCache:
         """The cache of a chunk, whose entries follow those of the prefix."""
         proven, n_tokens = self._of_chunks, len(chunk.token_ids)
         if n_before:
-            self._context.remove(entries.id, 0, n_before)
-        keys, values = proven.layout.split(self._context.state(entries.id), n_tokens)
+            self.context.remove(entries.id, 0, n_before)
+        keys, values = proven.layout.split(self.context.state(entries.id), n_tokens)
         at = np.arange(n_before, n_before + n_tokens)
         coded, key_range = self._codec(fingerprint).encode(keys, values, proven.rotation, at)
         ranges = ArrayKind(dtype="F16", shape=key_range.shape)
@@ -225,69 +241,56 @@ class LlamaCppModel(LlamaText, Runtime):
     # -- answers ------------------------------------------------------------------------------
 
     def begin(self, work: PromptPass, observer: Observer) -> Begun:
-        with self._context.lock, ExitStack() as on_error:
-            layout, held = work.layout, work.held
-            source = cast("Entries | None", held.entries)
-            again = layout.n_context and work.method.recompute.choose(layout)
-            chosen = np.zeros(layout.n_context, np.bool_) | again
-            origin = np.full(layout.n_tokens, COMPUTED, np.int8)
-            origin[layout.context_positions[~chosen]] = CACHED
-            origin[layout.uncached] = COMPUTED
-            origin[: held.n_tokens] = HELD
-            origin[held.again] = COMPUTED
-            is_cached = origin == CACHED
-            n_new = int((origin != HELD).sum())
-            with self._cells.used(source):
-                room = self._cells.reserve(n_new + work.capacity)
-                on_error.callback(room.close)
-                entries = self._cells.new()
-                on_error.callback(self._cells.drop, entries)
-                staged = self._staged(work, np.flatnonzero(is_cached), room, observer)
-                try:
-                    with observer.stage("blend"):
-                        logits = self._assemble(
-                            layout, origin, entries, source, staged, room, observer
-                        )
-                finally:
-                    if staged is not None:
-                        self._cells.drop(staged[0])
-                copied = None
-                if work.n_copied:
-                    copied = self._cells.new()
-                    self._cells.share(entries, copied, 0, work.n_copied)
-                    copied.n_users -= 1
-            spans = _spans(held.again)
+        """Assemble the prompt in a new sequence, see `_assemble`."""
+        origin = _origin_of_tokens(work)
+        is_cached = origin == CACHED
+        source = cast("Entries | None", work.held.entries)
+        with self.context.lock, self._cells.used(source), ExitStack() as if_it_fails:
+            room = self._cells.reserve(int((origin != HELD).sum()) + work.capacity)
+            if_it_fails.callback(room.close)
+            entries = self._cells.new()
+            if_it_fails.callback(self._cells.drop, entries)
+            with ExitStack() as afterwards:
+                staged = None
+                if is_cached.any():
+                    with observer.stage("load"):
+                        staged = self._stage(work, np.flatnonzero(is_cached), room)
+                    afterwards.callback(self._cells.drop, staged.entries)
+                with observer.stage("blend"):
+                    logits = self._assemble(
+                        work.layout, origin, entries, source, staged, room, observer
+                    )
+            copied = None
+            if work.n_copied:
+                copied = self._cells.new()
+                self._cells.share(entries, copied, 0, work.n_copied)
+                copied.n_users -= 1
+            again = _spans(work.held.again)
             sequence = LlamaSequence(
                 self._cells, entries, room=room, keeps=work.keeps,
-                source=source if spans else None, again=spans,
+                source=source if again else None, again=again,
             )  # fmt: skip
-            on_error.pop_all()
-        computed = ~is_cached[layout.context_positions]
+            if_it_fails.pop_all()
+        computed = ~is_cached[work.layout.context_positions]
         return Begun(
-            sequence=cast("TokenSequence", sequence), logits=logits, copied=copied,
+            sequence=sequence, logits=logits, copied=copied,
             computed=computed.astype(np.float64), is_read=~computed,
             n_attended=float(work.of_chunks.sum()),
         )  # fmt: skip
 
-    def _staged(
-        self, work: PromptPass, positions: NDArray[np.int64], room: Reservation, observer: Observer
-    ) -> tuple[Entries, NDArray[np.int64]] | None:
-        """A sequence with the cached entries of a prompt, and their positions; None for none."""
-        if not len(positions):
-            return None
-        with observer.stage("load"):
-            proven = self._of_chunks
-            state, keys, values = proven.layout.joined(positions)
-            for index, stored in enumerate(work.caches.opened):
-                self._load_chunk(work, index, stored, positions, keys, values)
-            staged = self._cells.new()
-            try:
-                self._context.load(staged.id, state)
-                room.take(staged, len(positions))
-            except BaseException:
-                self._cells.drop(staged)
-                raise
-        return staged, positions
+    def _stage(self, work: PromptPass, positions: NDArray[np.int64], room: Reservation) -> _Staged:
+        """Put the cached entries of a prompt into a sequence of their own, at their positions."""
+        state, keys, values = self._of_chunks.layout.joined(positions)
+        for index, stored in enumerate(work.caches.opened):
+            self._load_chunk(work, index, stored, positions, keys, values)
+        entries = self._cells.new()
+        try:
+            self.context.load(entries.id, state)
+            room.take(entries, len(positions))
+        except BaseException:
+            self._cells.drop(entries)
+            raise
+        return _Staged(entries=entries, positions=positions)
 
     def _load_chunk(
         self, work: PromptPass, index: int, stored: StoredChunk, positions: NDArray[np.int64],
@@ -317,7 +320,7 @@ class LlamaCppModel(LlamaText, Runtime):
 
     def _assemble(
         self, layout: Layout, origin: NDArray[np.int8], entries: Entries, source: Entries | None,
-        staged: tuple[Entries, NDArray[np.int64]] | None, room: Reservation, observer: Observer,
+        staged: _Staged | None, room: Reservation, observer: Observer,
     ) -> Logits:  # fmt: skip
         """Grow a sequence to the whole prompt; returns the logits of its last token.
 
@@ -332,7 +335,7 @@ class LlamaCppModel(LlamaText, Runtime):
                 self._cells.share(source, entries, start, stop)
             elif origin[start] == CACHED:
                 assert staged is not None
-                self._cells.share_staged(*staged, entries, start, stop)
+                self._cells.share_staged(staged.entries, staged.positions, entries, start, stop)
             else:
                 room.take(entries, stop - start)
                 if start:
@@ -357,7 +360,7 @@ class LlamaCppModel(LlamaText, Runtime):
             part = slice(start, start + N_UBATCH)
             n_tokens = len(tokens[part])
             is_last = wants_logits and start + n_tokens == len(tokens)
-            logits = self._context.decode(
+            logits = self.context.decode(
                 tokens[part], positions[part], sequences[part], [n_tokens - 1] if is_last else ()
             )
         return logits[0] if wants_logits and logits is not None else None
@@ -366,7 +369,7 @@ class LlamaCppModel(LlamaText, Runtime):
         self, sequences: Sequence[TokenSequence], tokens: Sequence[Sequence[int]]
     ) -> Sequence[NDArray[np.float32]]:
         found = list[NDArray[np.float32]]()
-        with self._context.lock:
+        with self.context.lock:
             batch = list(zip(cast("Sequence[LlamaSequence]", sequences), tokens, strict=True))
             while batch:
                 n_part, n_tokens = 0, 0
@@ -389,7 +392,7 @@ class LlamaCppModel(LlamaText, Runtime):
             owners += [sequence.own.id] * len(tokens)
             sequence.grow(len(tokens))
         try:
-            logits = self._context.decode(ids, positions, owners, range(len(ids)))
+            logits = self.context.decode(ids, positions, owners, range(len(ids)))
         except BaseException:
             for sequence, tokens in batch:
                 sequence.rewind(len(tokens))
@@ -409,13 +412,13 @@ class LlamaCppModel(LlamaText, Runtime):
 
     @cached_property
     def _row_costs(self) -> RowCosts:
-        if not self._context.can_crop:
+        if not self.context.can_crop:
             return RowCosts()
-        return self._tried(lambda number: costs.row_costs(self._context, number), MOST_ROWS)
+        return self._tried(lambda number: costs.row_costs(self.context, number), MOST_ROWS)
 
     def _tried(self, trial: Callable[[int], _Found], n_cells: int) -> _Found:
         """The result of a trial in a sequence that is free for it."""
-        with self._context.lock:
+        with self.context.lock:
             entries = self._cells.new()
             try:
                 with closing(self._cells.reserve(n_cells)):
@@ -424,12 +427,12 @@ class LlamaCppModel(LlamaText, Runtime):
                 self._cells.drop(entries)
 
     def free_bytes(self) -> int:
-        return self._context.n_cells * self.token_kv_bytes
+        return self.context.n_cells * self.token_kv_bytes
 
     @property
     def kv_room(self) -> int | None:
         """An eighth of the cells is left for chunks that are computed meanwhile."""
-        return self._context.n_cells * 7 // 8 * self.token_kv_bytes
+        return self.context.n_cells * 7 // 8 * self.token_kv_bytes
 
     def stacked(self, logits: Sequence[Logits]) -> Any:  # noqa: ANN401
         return np.stack(logits)
@@ -438,23 +441,30 @@ class LlamaCppModel(LlamaText, Runtime):
         return self._n_threads
 
     def use_threads(self, n_threads: int) -> None:
-        self._context.use_threads(n_threads)
+        self.context.use_threads(n_threads)
 
     @property
     def costs_name(self) -> str:
         return f"costs-{self._digest}-llama-cpp-{self.device_name}-{self._n_threads}-threads"
 
     def assumed_costs(self) -> CostModel:
-        return costs.assumed(self._context, self.n_layers)
+        return costs.assumed(self.context, self.n_layers)
 
     def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
         return self._tried(
-            lambda number: costs.measured(self._context, number, self.n_layers), N_UBATCH
+            lambda number: costs.measured(self.context, number, self.n_layers), N_UBATCH
         )
 
 
-MOST_OF_BATCH = 16
-"""Most chunks that are computed at once: each is a sequence."""
+def _origin_of_tokens(work: PromptPass) -> NDArray[np.int8]:
+    """(T,) where the entries of each token of a prompt come from."""
+    layout, held = work.layout, work.held
+    origin = np.full(layout.n_tokens, COMPUTED, np.int8)
+    origin[layout.context_positions[~work.method.recompute.choose(layout)]] = CACHED
+    origin[layout.uncached] = COMPUTED
+    origin[: held.n_tokens] = HELD
+    origin[held.again] = COMPUTED
+    return origin
 
 
 def _spans(positions: NDArray[np.int64]) -> list[range]:

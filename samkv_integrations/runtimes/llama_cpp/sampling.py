@@ -48,7 +48,9 @@ class NumpySampler:
             return None
         else:
             ids, probabilities = likely(scores, self._sampling)
-            token = int(self._generator.choice(ids, p=probabilities))
+            ends = np.cumsum(probabilities)
+            drawn = np.searchsorted(ends, self._generator.random() * ends[-1])
+            token = int(ids[drawn])
         self._answer.append(token)
         return token
 
@@ -79,15 +81,20 @@ def likely(
         least = np.partition(scores, -sampling.top_k)[-sampling.top_k]
         ids, scores = ids[scores >= least], scores[scores >= least]
     if sampling.top_p < 1:
+        rest = 1 - sampling.top_p
+        probabilities = _softmax(scores)
+        # together these have less than the rest: most of a vocabulary, which need not be sorted
+        is_rare = probabilities < rest / len(ids) / 2
+        of_rare = probabilities[is_rare].sum(dtype=np.float64)
+        ids, scores, probabilities = ids[~is_rare], scores[~is_rare], probabilities[~is_rare]
         ascending = np.argsort(scores, kind="stable")
-        together = np.cumsum(_softmax(scores[ascending]), dtype=np.float64).astype(np.float32)
-        n_left_out = int(np.count_nonzero(together[:-1] <= 1 - sampling.top_p))
+        together = of_rare + np.cumsum(probabilities[ascending], dtype=np.float64)
+        n_left_out = int(np.count_nonzero(together[:-1].astype(np.float32) <= rest))
         kept = ascending[n_left_out:]
         ids, scores = ids[kept], scores[kept]
     if sampling.min_p > 0:
         probabilities = _softmax(scores)
-        most = probabilities.max()
-        is_kept = (probabilities >= sampling.min_p * most) | (probabilities == most)
+        is_kept = probabilities >= sampling.min_p * probabilities.max()
         ids, scores = ids[is_kept], scores[is_kept]
     return ids, _softmax(scores.astype(np.float64))
 

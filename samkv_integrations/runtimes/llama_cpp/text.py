@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import create_string_buffer
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 
 from samkv_integrations.prompt.quoting import SpecialTokens
 from samkv_integrations.prompt.text import ModelText, half_character
-from samkv_integrations.runtimes.llama_cpp.binding import CONTROL, LSTRIP, RSTRIP, SPM, Binding
+from samkv_integrations.runtimes.llama_cpp.library.binding import (
+    CONTROL,
+    LSTRIP,
+    RSTRIP,
+    SPM,
+    USER_DEFINED,
+    Binding,
+)
 from samkv_integrations.runtimes.llama_cpp.template import write_chat
 
 _ROLES = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
 }  # fmt: skip
 """Name of a special token in chat templates -> its name in a GGUF file."""
+
+_MOST_OF_A_KIND = 1000  # characters that one regular expression may match, see `_parts`
 
 
 class LlamaText(ModelText):
@@ -35,13 +45,17 @@ class LlamaText(ModelText):
         self.name = name
         self._library, self._model = binding.library, model
         self._vocabulary = self._library.llama_model_get_vocab(model)
+        self._is_spm = self._library.llama_vocab_type(self._vocabulary) == SPM
         self._pieces = _Pieces(self._library, self._vocabulary)
         self._mask_vocabularies: dict[frozenset[int], Any] = {}
 
     # -- token ids ------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
-        return self._tokenized(_encoded(text), special=special)
+        ids = list[int]()
+        for part in [text] if self._is_spm else _parts(text):
+            ids += self._tokenized(_encoded(part), special=special)
+        return ids
 
     def _tokenized(self, data: bytes, *, special: bool) -> list[int]:
         most = len(data) + 8  # some tokenizers put a space before a text
@@ -59,17 +73,17 @@ class LlamaText(ModelText):
 
         Tokens that have parts of one character between them all have the whole of it.
         """
-        data = _encoded(text)
-        ids = self._tokenized(data, special=False)
+        data, ids = _encoded(text), self.tokenize(text, special=False)
         begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
         character = [*(np.cumsum(begins) - 1).tolist(), len(text)]  # of each byte
         spans, at = list[tuple[int, int]](), 0
         for piece in map(self._pieces.__getitem__, ids):
             if not data.startswith(piece, at):
-                piece = piece.removeprefix(b" ")  # which the tokenizer has put before the text
-                if not data.startswith(piece, at):  # an unknown character, or a normalised one
-                    piece = data[at : at + 1]
-            end = at + len(piece)
+                if self._adds_space and data.startswith(piece.removeprefix(b" "), at):
+                    piece = piece.removeprefix(b" ")
+                else:  # bytes without a token were left out
+                    at = max(at, data.find(piece, at))
+            end = min(at + len(piece), len(data))
             last = character[end - 1] + 1 if end > at else character[at]
             spans.append((character[at], last))
             at = end
@@ -82,10 +96,8 @@ class LlamaText(ModelText):
     @cached_property
     def _adds_space(self) -> bool:
         """Whether the tokenizer puts a space before a text, which it is then read without."""
-        if self._library.llama_vocab_type(self._vocabulary) != SPM:
-            return False
         first = self.tokenize("a", special=False)[:1]
-        return any(self._pieces[token].startswith(b" ") for token in first)
+        return self._is_spm and any(self._pieces[token].startswith(b" ") for token in first)
 
     # -- the vocabulary -------------------------------------------------------------------------
 
@@ -143,12 +155,20 @@ class LlamaText(ModelText):
         return self._mask_vocabularies[end_ids]
 
     def bytes_of_tokens(self) -> tuple[list[bytes], list[int]]:
-        """The bytes of every token, and the ids of special tokens, whose bytes are their names."""
-        attributes = map(self._attributes_of, range(self.n_vocabulary))
-        special = [token for token, found in enumerate(attributes) if found & CONTROL]
-        pieces = [self._pieces[token] for token in range(self.n_vocabulary)]
-        for token in special:
-            pieces[token] = self._name_of(token).encode()
+        """The bytes of every token, and the ids of those that no grammar may write as text.
+
+        These are the special tokens, whose bytes are their names, and others that look like tags,
+        such as ``<tool_call>``.
+        """
+        pieces, special = list[bytes](), list[int]()
+        for token in range(self.n_vocabulary):
+            piece, found = self._pieces.read(token), self._attributes_of(token)
+            if found & CONTROL:
+                piece = self._name_of(token).encode()
+            is_tag = found & USER_DEFINED and piece[:1] == b"<" and piece[-1:] == b">"
+            if found & CONTROL or is_tag:
+                special.append(token)
+            pieces.append(piece)
         return pieces, special
 
     # -- the chat template ----------------------------------------------------------------------
@@ -198,18 +218,52 @@ class _Pieces(dict[int, bytes]):
     """Token id -> its bytes, none for special tokens. Answers read them again and again."""
 
     def __init__(self, library: Any, vocabulary: Any) -> None:  # noqa: ANN401
-        self._read, self._vocabulary = library.llama_token_to_piece, vocabulary
+        self._library, self._vocabulary = library, vocabulary
 
     def __missing__(self, token: int) -> bytes:
+        self[token] = self.read(token)
+        return self[token]
+
+    def read(self, token: int) -> bytes:
+        """The bytes of a token that is not to be remembered."""
         n_bytes = 64
         while True:
             piece = create_string_buffer(n_bytes)
-            n = self._read(self._vocabulary, token, piece, n_bytes, 0, False)
+            n = self._library.llama_token_to_piece(
+                self._vocabulary, token, piece, n_bytes, 0, False
+            )
             if n >= 0:
-                break
+                return piece.raw[:n]
             n_bytes = -n
-        self[token] = piece.raw[:n]
-        return self[token]
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text, cut within words, gaps and rules of thousands of characters.
+
+    llama.cpp splits texts by regular expressions. Those of many vocabularies need memory of the
+    thread's stack for each character of a match, and end the process where the stack ends.
+    """
+    start = 0
+    for stop in range(_MOST_OF_A_KIND, len(text), _MOST_OF_A_KIND):
+        if _is_of_a_kind(text[stop - _MOST_OF_A_KIND : stop]):
+            yield text[start:stop]
+            start = stop
+    yield text[start:]
+
+
+def _is_of_a_kind(text: str) -> bool:
+    """Whether one match may have all of a text; most texts differ after some characters."""
+    first = ""
+    for character in text:
+        if character.isspace():
+            kind = "space"
+        elif category(character)[0] in "MC":  # accents and control characters, in any match
+            continue
+        else:
+            kind = "word" if character.isalnum() else "sign"
+        if (first := first or kind) != kind:
+            return False
+    return True
 
 
 def _encoded(text: str) -> bytes:

@@ -46,7 +46,6 @@ TRANSFORMERS = RuntimeKind(
     options=(
         "device", "dtype", "model_kwargs", "n_threads", "tokenizer", "tokenizer_kwargs",
         "tokenizer_name",
-        "weights",
     ),
     is_installed=lambda: all(find_spec(package) is not None for package in _PACKAGES),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from huggingface_hub import constants, get_session
@@ -21,15 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from samkv_integrations.errors import (
-    Given,
     InvalidOption,
     ModelNotFound,
     SamkvError,
     UnsupportedModel,
     meant,
 )
-from samkv_integrations.option import DTYPES, Weights
-from samkv_integrations.runtimes.memory import available_bytes
+from samkv_integrations.option import DTYPES
 from samkv_integrations.runtimes.model_files import (
     SMOLLM2_HUB_ID,
     SMOLLM2_PACKAGE,
@@ -41,15 +39,7 @@ from samkv_integrations.runtimes.transformers.model.families import (
     refuse_family,
     refuse_unsupported,
 )
-from samkv_integrations.runtimes.transformers.model.gguf_file import (
-    GgufFile,
-    GgufWeights,
-    gguf_tokenizer,
-)
-from samkv_integrations.runtimes.transformers.model.packed_weights import (
-    kernels_work,
-    pack_in_8_bits,
-)
+from samkv_integrations.runtimes.transformers.model.gguf_file import GgufFile, gguf_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
 
 HUB_PATIENCE_S = 3.0
@@ -88,7 +78,6 @@ def load_model(
     *,
     device: str = "auto",
     dtype: str | torch.dtype = "auto",
-    weights: Weights = "auto",
     tokenizer: Any = None,  # noqa: ANN401
     model_kwargs: Mapping[str, Any] | None = None,
     tokenizer_kwargs: Mapping[str, Any] | None = None,
@@ -102,12 +91,8 @@ def load_model(
         untested: run ``samkv doctor --device mps`` first.
     dtype: ``float32``, ``bfloat16``, ``float16``, a dtype of torch, or ``auto``: the dtype of the
         checkpoint, but float32 where this processor computes that dtype slowly (see `is_slow`).
-        For a GGUF file ``auto`` is bfloat16 if `bfloat16_is_fast`, else float32.
-    weights: how a CPU keeps the weights. ``packed``: weights of a GGUF file stay packed; decoding
-        multiplies by packed weights, and every other pass unpacks layer after layer. ``auto``:
-        packed, and also unpacked if both fit into memory; only unpacked if dtype is ``float32``
-        and unpacked weights fit. ``int8``: weights of another checkpoint are rounded to 8 bits,
-        with a scale for each row.
+        For a GGUF file, whose weights become plain tensors, ``auto`` is bfloat16 if
+        `bfloat16_is_fast`, else float32.
     tokenizer: a loaded tokenizer, in place of the model's own.
     model_kwargs, tokenizer_kwargs: passed on to ``from_pretrained``, such as ``revision``,
         ``token``, ``cache_dir``, ``local_files_only``. ``quantization_config`` of transformers
@@ -116,7 +101,6 @@ def load_model(
     """
     dtype = str(dtype).removeprefix("torch.")
     InvalidOption.unless_among("dtype", dtype, DTYPES)
-    InvalidOption.unless_among("weights", weights, get_args(Weights))
     place, further = device_of(device), dict(model_kwargs or {})
     if "device_map" in further and device != "auto":
         raise InvalidOption(
@@ -130,23 +114,10 @@ def load_model(
     is_fast = name == "builtin" or gguf_file is not None
     with _loading("model", name, further, hides_progress=is_fast):
         if gguf_file is not None:
-            file = GgufFile(gguf_file)
-            file.config()  # raises for an unreadable file before the tokenizer is read
-            kept, kept_dtype = _as_it_fits(file, weights, dtype, place, further)
-            if kept == "packed" and tokenizer is None:  # reading it takes memory for a while
-                tokenizer = load_tokenizer(name, tokenizer_kwargs)
-            hf: Any = file.model(kept_dtype, further, kept)
+            if dtype == "auto":
+                dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
+            hf: Any = GgufFile(gguf_file).model(getattr(torch, dtype), further)
         else:
-            if weights == "packed":
-                raise InvalidOption(
-                    Given("weights", "packed"),
-                    f" is for GGUF files, and {name!r} is something else; give such a file, or ",
-                    Given("weights", "int8"),
-                )
-            if weights == "int8":
-                _check_packable(weights, dtype, place, further)
-                if dtype == "auto" and kernels_work():
-                    dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
             asked = _as_reachable(source, further)
             described, _ = PreTrainedConfig.get_config_dict(source, **asked)
             refuse_family(described.get("model_type"))  # before the model's own code could run
@@ -164,8 +135,6 @@ def load_model(
                     f"{name!r} lacks {len(missing)} of its weights ({', '.join(missing[:3])}{more})"
                     "; fetch or save it again"
                 )
-            if weights == "int8" and kernels_work():
-                pack_in_8_bits(hf)
         _refuse_no_numbers(hf, name)
         if not hasattr(hf, "hf_device_map"):
             hf = hf.to(place)
@@ -182,73 +151,6 @@ def _refuse_no_numbers(hf: Any, name: str) -> None:  # noqa: ANN401
                 raise ModelNotFound(
                     f"the weight {path!r} of {name!r} holds NaN or infinity; fetch or save it again"
                 )
-
-
-def _as_it_fits(
-    file: GgufFile, weights: str, dtype: str, place: torch.device, further: Mapping[str, Any]
-) -> tuple[GgufWeights, torch.dtype]:
-    """How the weights of a file are kept, and in which dtype the model computes.
-
-    Raises InvalidOption for options that contradict each other, and if packed weights do not fit.
-    """
-    is_by_name = dtype == "float32"  # then weights stay unrounded if these fit
-    if dtype == "auto":
-        dtype = "bfloat16" if bfloat16_is_fast(place) else "float32"
-    computed: torch.dtype = getattr(torch, dtype)
-    available = available_bytes()
-
-    def fits(kept: GgufWeights) -> bool:
-        return available is None or file.n_bytes(computed, kept) * _SPARE <= available
-
-    if weights == "int8":
-        raise InvalidOption(
-            Given("weights", "int8"),
-            f" rounds other checkpoints, and {str(file.path)!r} is a GGUF file; give ",
-            Given("weights", "packed"),
-        )
-    if weights == "packed":
-        _check_packable(weights, dtype, place, further)
-    is_packable = place.type == "cpu" and not further and dtype != "float16"
-    is_wanted = weights == "packed" or not is_by_name or not fits("unpacked")
-    can = weights != "unpacked" and is_packable and is_wanted and file.is_quantised
-    if not (can and kernels_work()):
-        return "unpacked", computed
-    if weights == "auto" and fits("both"):
-        return "both", computed
-    if not fits("packed"):
-        raise InvalidOption(
-            f"{str(file.path)!r} needs {file.n_bytes(computed, 'packed') * _SPARE / 1e9:.1f} "
-            f"GB with packed weights, and {(available or 0) / 1e9:.1f} GB of memory are available; "
-            "give a smaller file, or close other programs"
-        )
-    return "packed", computed
-
-
-_SPARE = 1.1
-"""Bytes of memory for each byte of weights: passes need memory, too."""
-
-
-def _check_packable(
-    weights: str, dtype: str, place: torch.device, further: Mapping[str, Any]
-) -> None:
-    """Raises InvalidOption for options that packed weights exclude."""
-    options: dict[str, tuple[Any, bool]] = {
-        "device": (str(place), place.type == "cpu"),
-        "dtype": (dtype, dtype != "float16"),
-        "model_kwargs": (
-            sorted(further),
-            not further or (weights == "int8" and "device_map" not in further),
-        ),
-    }
-    for name, (value, is_allowed) in options.items():
-        if not is_allowed:
-            raise InvalidOption(
-                Given("weights", weights),
-                " with ",
-                Given(name, value),
-                "; packed weights need a CPU and bfloat16 or float32, without model_kwargs for a "
-                "GGUF file, and without a device_map for another checkpoint; leave out either",
-            )
 
 
 def _source(name: str, *, is_model: bool = True) -> tuple[str, Path | None]:

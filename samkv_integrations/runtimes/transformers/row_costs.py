@@ -18,9 +18,9 @@ _COMPARED = 2**15  # logits compared: a difference in rounding shows in one of t
 def row_costs(model: LayeredModel) -> RowCosts:
     """Costs of the rows of a pass, measured with its first layer and output matrix, in some .2 s.
 
-    16-bit products on CPUs and packed weights give a token the same bits, whatever other tokens the
-    pass has. Float32 products differ in the last bits. If 16-bit products differ, nothing is
-    drafted: equal logits are frequent in 16 bits, and another one of them could win.
+    16-bit products on CPUs give a token the same bits, whatever other tokens the pass has. Float32
+    products differ in the last bits. If 16-bit products differ, nothing is drafted: equal logits
+    are frequent in 16 bits, and another one of them could win.
     """
     rotation = model.rotation(torch.arange(MOST_ROWS))
     n_known = model.config.vocab_size
@@ -33,9 +33,9 @@ def row_costs(model: LayeredModel) -> RowCosts:
         rows = slice(first, end)
         cos, sin = (side[rows] for side in rotation.of(0))
         embedded = model.embed(tokens[None, rows])
-        with model.decoding(end - first) as is_packed:
+        with model.decoding(end - first):
             began = time.perf_counter()
-            hidden = model.layer(0, embedded, cos, sin, attend, is_packed=is_packed)
+            hidden = model.layer(0, embedded, cos, sin, attend)
             after = time.perf_counter()
             logits = model.logits(hidden[0])
             ended = time.perf_counter()

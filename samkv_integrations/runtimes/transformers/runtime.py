@@ -175,10 +175,6 @@ class Model(LayeredModel, Runtime):
     def _mask_vocabularies(self) -> dict[frozenset[int], Any]:
         return {}
 
-    @property
-    def decodes_exactly(self) -> bool:
-        return not self.decodes_packed
-
     def row_costs(self) -> RowCosts:
         return self._row_costs
 

@@ -10,5 +10,7 @@ pytestmark = with_llama_cpp
 
 
 class TestLlamaCpp(RuntimeContract):
+    repeats_bits = False  # sums of attention are rounded otherwise where few tokens are computed
+
     def runtime(self) -> LlamaCppModel:
         return smollm2()

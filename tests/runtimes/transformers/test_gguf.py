@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import MissingExtra, ModelNotFound, SamkvError, UnsupportedModel
+from samkv_integrations.runtimes.transformers import loading
 from samkv_integrations.runtimes.transformers.loading import load_model, load_tokenizer
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.gguf_files import model_for_gguf, same_weights, write_gguf
@@ -27,10 +29,7 @@ TEXT = "In the other town <|end|> is 1984's café:\n\n\tthe\u00a0theatre 🙂"
 @pytest.fixture(autouse=True)
 def float32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """On every machine: whether bfloat16 is faster is measured."""
-    monkeypatch.setattr(
-        "samkv_integrations.runtimes.transformers.loading.bfloat16_is_fast",
-        lambda device: False,
-    )
+    monkeypatch.setattr(loading, "bfloat16_is_fast", lambda device: False)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +74,13 @@ class TestWeights:
         again = load(tmp_path / "saved", dtype=dtype)
         assert same_weights(again.hf, model.hf)
         assert again.identity.weights == model.identity.weights
+
+    @pytest.mark.parametrize("is_fast", [True, False])
+    def test_auto_is_the_dtype_that_the_processor_multiplies_fast(
+        self, is_fast: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(loading, "bfloat16_is_fast", lambda device: is_fast)
+        assert load(file).dtype_name == ("bfloat16" if is_fast else "float32")
 
     def test_a_model_that_transformers_loaded(self, file: Path) -> None:
         auto: Any = AutoModelForCausalLM
@@ -237,10 +243,9 @@ class TestRefused:
         with pytest.raises(ModelNotFound, match="names 42781900[0-9]+ layers and holds"):
             load(file)
 
-    @pytest.mark.parametrize("weights", ["unpacked", "packed"])
     @pytest.mark.parametrize("field", ["embedding_length", "feed_forward_length", "head_count_kv"])
     def test_larger_matrices_than_it_holds(
-        self, field: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One damaged byte names matrices of hundreds of gigabytes; none of them is made."""
         monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
@@ -249,7 +254,17 @@ class TestRefused:
         data[data.index(key) + len(key) + 4 + 3] ^= 0x5A
         path.write_bytes(data)
         with pytest.raises(ModelNotFound, match="has the shape .*damaged, fetch it again"):
-            load(path, weights=weights)
+            load(path)
+
+    def test_a_type_that_the_gguf_package_does_not_read(
+        self, file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def not_yet(data: object, kind: object) -> None:
+            raise NotImplementedError
+
+        monkeypatch.setattr(gguf, "dequantize", not_yet)
+        with pytest.raises(UnsupportedModel, match="weights of the type F32, .*such as Q4_K_M"):
+            load(file)
 
     @pytest.mark.parametrize("of", [0, 4, 8, 9])
     def test_more_numbers_than_the_file_has_bytes(self, of: int, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A decoder layer in as few operations as possible.
 
-With packed weights, transformers' modules would take half of a step's time, and twice the
-operations. On a CPU the results equal those of the modules to the last bit.
+transformers' modules take twice the operations. On a CPU the results equal those of the modules to
+the last bit.
 """
 
 from __future__ import annotations
@@ -15,34 +15,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from samkv_integrations.runtimes.transformers.model.attention import Attend
-from samkv_integrations.runtimes.transformers.model.packed_weights import (
-    MOST_TOKENS,
-    JoinedLinears,
-    PackedLinear,
-)
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers `run` computes."""
-
-
-class PackedLayer:
-    """The joined products of a decoder layer whose linear layers are packed."""
-
-    def __init__(self, layer: Any) -> None:  # noqa: ANN401
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = JoinedLinears([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = JoinedLinears([mlp.gate_proj, mlp.up_proj])
-
-    @classmethod
-    def of_all(cls, config: Any, layers: Any) -> list[PackedLayer]:  # noqa: ANN401
-        """The packed layers of a model; an empty list if its layers are not packed."""
-        is_one = all(is_plain(config, layer) for layer in layers) and all(
-            isinstance(linear, PackedLinear)
-            for layer in layers
-            for part in (layer.self_attn, layer.mlp)
-            for name, linear in part.named_children() if name.endswith("_proj")
-        )  # fmt: skip
-        return [cls(layer) for layer in layers] if is_one else []
 
 
 def is_plain(config: Any, layer: Any) -> bool:  # noqa: ANN401
@@ -74,66 +49,45 @@ def _is_known(kind: Any) -> bool:  # noqa: ANN401
     return kind.__module__.startswith(kinds) or kind is _silu()
 
 
-_ROOTS = ("torch", "bitsandbytes", "torchao", "samkv_integrations")
+_ROOTS = ("torch", "bitsandbytes", "torchao")
 
 
-def _product(linear: Any, rows: Tensor, packed: PackedLayer | None = None) -> Tensor:  # noqa: ANN401
-    """(R, n) -> (R, m)."""
-    if packed is not None:
-        return linear.packed_product(rows)  # type: ignore[no-any-return]
-    return linear(rows[None])[0]  # type: ignore[no-any-return]  # AWQ needs two axes of tokens
-
-
-def run(
-    layer: Any,  # noqa: ANN401
-    hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    attend: Attend,
-    packed: PackedLayer | None = None,
-) -> Tensor:
+def run(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # noqa: ANN401
     """Run a decoder layer over hidden (1, R, hidden).
 
-    cos, sin: (R, D) of the tokens' positions. attend: gets queries, keys and values. packed: the
-    layer's packed products, for few tokens.
+    cos, sin: (R, D) of the tokens' positions. attend: gets queries, keys and values.
     """
     attention, mlp = layer.self_attn, layer.mlp
     n_rows, size = hidden.shape[1], cos.shape[-1]
     rows: Tensor = hidden[0]
     normed = _normed(layer.input_layernorm, rows)
     cos, sin = _turning(cos, sin)
-    if packed is None:
-        of_heads = attention.q_proj, attention.k_proj, attention.v_proj
-        query, key, value = (_product(linear, normed).view(n_rows, -1, size) for linear in of_heads)
-        both = None
-    else:
-        heads = packed.qkv.product(normed).view(n_rows, -1, size)
-        n_kv_heads = heads.shape[1] // (attention.num_key_value_groups + 2)
-        both, value = heads[:, :-n_kv_heads], heads[:, -n_kv_heads:]
-        query, key = both[:, :-n_kv_heads], both[:, -n_kv_heads:]
+    of_heads = attention.q_proj, attention.k_proj, attention.v_proj
+    query, key, value = (_product(linear, normed).view(n_rows, -1, size) for linear in of_heads)
     if hasattr(attention, "q_norm"):
-        query, key, both = _normed(attention.q_norm, query), _normed(attention.k_norm, key), None
-    if n_rows > MOST_TOKENS and not query.is_cuda:  # copies of both would not fit a CPU's cache
-        query, key = _turned(query, cos, sin), _turned(key, cos, sin)
-    else:
+        query, key = _normed(attention.q_norm, query), _normed(attention.k_norm, key)
+    if query.is_cuda:
         n_heads = query.shape[1]
-        turned = _turned(torch.cat((query, key), 1) if both is None else both, cos, sin)
+        turned = _turned(torch.cat((query, key), 1), cos, sin)
         query, key = turned[:, :n_heads], turned[:, n_heads:]
+    else:  # copies of both would not fit a CPU's cache
+        query, key = _turned(query, cos, sin), _turned(key, cos, sin)
     query, key, value = (side.transpose(0, 1)[None] for side in (query, key, value))
     output = attend(attention.layer_idx, query, key, value, attention.scaling)
     if output is None:
         return hidden
     output = output[0].transpose(0, 1).reshape(n_rows, -1)
-    rows = rows + _product(attention.o_proj, output, packed)
+    rows = rows + _product(attention.o_proj, output)
     normed = _normed(layer.post_attention_layernorm, rows)
-    if packed is None:
-        gate = _product(mlp.gate_proj, normed)
-        F.silu(gate, inplace=True)  # in place, while the numbers are in a CPU's cache
-        gate.mul_(_product(mlp.up_proj, normed))
-    else:
-        gate, up = packed.gate_up.product(normed).chunk(2, 1)
-        gate = F.silu(gate).mul_(up)
-    return (rows + _product(mlp.down_proj, gate, packed))[None]
+    gate = _product(mlp.gate_proj, normed)
+    F.silu(gate, inplace=True)  # in place, while the numbers are in a CPU's cache
+    gate.mul_(_product(mlp.up_proj, normed))
+    return (rows + _product(mlp.down_proj, gate))[None]
+
+
+def _product(linear: Any, rows: Tensor) -> Tensor:  # noqa: ANN401
+    """(R, n) -> (R, m)."""
+    return linear(rows[None])[0]  # type: ignore[no-any-return]  # AWQ needs two axes of tokens
 
 
 @lru_cache(maxsize=1)
@@ -156,10 +110,5 @@ def _normed(norm: Any, x: Tensor) -> Tensor:  # noqa: ANN401
     if x.is_cuda:  # one kernel, which rounds once where the module rounds twice
         return F.rms_norm(x, shape, norm.weight, epsilon)
     weight: Tensor = norm.weight
-    if len(x) > MOST_TOKENS:
-        normed = F.rms_norm(x, shape, None, epsilon)
-        return normed.mul_(weight) if weight.dtype == x.dtype else normed * weight
-    # PyTorch's RMS norm is six operations, which take longer for few tokens than a layer norm of
-    # (x, -x), whose mean is 0. Of a million numbers some six differ in their last bit.
-    both, size = torch.cat((x, -x), -1), x.shape[-1]
-    return F.layer_norm(both, (2 * size,), eps=epsilon)[..., :size] * weight
+    normed = F.rms_norm(x, shape, None, epsilon)
+    return normed.mul_(weight) if weight.dtype == x.dtype else normed * weight

@@ -8,11 +8,9 @@ parameters.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +25,6 @@ from transformers import (
 from samkv_integrations.errors import MissingExtra, ModelNotFound, UnsupportedModel
 from samkv_integrations.runtimes.model_files import parts_of
 from samkv_integrations.runtimes.transformers.model.families import refuse_unsupported
-from samkv_integrations.runtimes.transformers.model.packed_weights import (
-    Buffer,
-    FileMatrix,
-    OpenFile,
-    PackedEmbedding,
-    PackedLinear,
-    pack,
-    packed_bytes,
-    unpacked,
-)
-
-GgufWeights = Literal["unpacked", "packed", "both"]
-"""How weights are kept: as plain tensors, packed, or both (to decode with the packed ones)."""
 
 _ROPE = ("none", "linear")
 _FAMILIES = ("llama", "qwen2", "qwen3")
@@ -54,8 +39,6 @@ _SIZES = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 """Field of the config -> key of the metadata, after the architecture; every file has these."""
-
-_WITH_SAME_INPUT = re.compile("(q|k|v|gate|up)_proj$")
 
 
 class GgufFile:
@@ -72,15 +55,9 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        parts = parts_of(path)
-        readers = [_reader(part) for part in parts]
+        readers = [_reader(part) for part in parts_of(path)]
         self._fields: Mapping[str, Any] = readers[0].fields
-        files = [OpenFile(part) for part in parts]
-        self._tensors = {
-            tensor.name: (tensor, file)
-            for reader, file in zip(readers, files, strict=True)
-            for tensor in reader.tensors
-        }
+        self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         self.architecture = str(self._value("general.architecture"))
         if self.architecture == "clip":
             raise UnsupportedModel(
@@ -153,53 +130,28 @@ class GgufFile:
             head_dim=head_dim,
             num_key_value_heads=self._value(f"{kind}.attention.head_count_kv", n_heads),
             rope_parameters=rope,
-            vocab_size=int(self._tensors["token_embd.weight"][0].shape[-1]),
+            vocab_size=int(self._tensors["token_embd.weight"].shape[-1]),
             tie_word_embeddings="output.weight" not in self._tensors,
             **{name: None if token < 0 else token for name, token in tokens.items()},
         )
         refuse_unsupported(config)
         return config
 
-    def model(
-        self, dtype: torch.dtype, options: Mapping[str, Any], weights: GgufWeights
-    ) -> PreTrainedModel:
-        """The model. Packed weights take no options.
-
-        options: passed on to ``from_pretrained``.
+    def model(self, dtype: torch.dtype, options: Mapping[str, Any]) -> PreTrainedModel:
+        """The model. options: passed on to ``from_pretrained``.
 
         Raises UnsupportedModel if the tensors of the file are not those of a model of its family.
         """
         config = self.config()
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
-            hf: PreTrainedModel = kind(config)
-        names = self._names(config, hf.state_dict())
-        if weights == "unpacked":
-            state = {name: self._weight(here, config, dtype) for here, name in names.items()}
-            hf = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, **options)
-        else:
-            self._fill(hf, names, dtype, is_in_memory=weights == "both")
+            names = self._names(config, kind(config).state_dict())
+        state = {name: self._weight(here, config, dtype) for here, name in names.items()}
+        hf: PreTrainedModel = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, **options
+        )
         hf.config._name_or_path = hf.name_or_path = str(self.path)
         return hf
-
-    def n_bytes(self, dtype: torch.dtype, weights: GgufWeights) -> int:
-        """Bytes of the model in memory."""
-        found = 0
-        for tensor, _ in self._tensors.values():
-            is_packed = weights != "unpacked" and _is_quantised(tensor)
-            if is_packed and tensor.name != "token_embd.weight":
-                found += packed_bytes(tensor.tensor_type, _shape(tensor))
-            if not is_packed or weights == "both":
-                found += int(tensor.n_elements) * dtype.itemsize
-        if weights != "unpacked" and "output.weight" not in self._tensors:  # the output is tied
-            tied, _ = self._tensors["token_embd.weight"]
-            found += packed_bytes(tied.tensor_type, _shape(tied))
-        return found
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether the file has quantised weights, which can stay packed."""
-        return any(_is_quantised(tensor) for tensor, _ in self._tensors.values())
 
     def _names(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, str]:  # noqa: ANN401
         """Name in the file -> name in the model."""
@@ -223,7 +175,7 @@ class GgufFile:
                 " give the checkpoint in safetensors"
             )
         for here, name in names.items():  # before memory is allocated for these shapes
-            shape = tuple(reversed(self._tensors[here][0].shape.tolist()))
+            shape = tuple(reversed(self._tensors[here].shape.tolist()))
             if shape != (expected := tuple(state[name].shape)):
                 raise ModelNotFound(
                     f"{here!r} in {str(self.path)!r} has the shape {shape} where its metadata say "
@@ -231,76 +183,24 @@ class GgufFile:
                 )
         return names
 
-    def _fill(
-        self, hf: Any, names: Mapping[str, str], dtype: torch.dtype, *, is_in_memory: bool  # noqa: ANN401
-    ) -> None:  # fmt: skip
-        """Give a model without weights those of the file, tensor by tensor.
-
-        is_in_memory: whether exact weights are kept beside packed ones.
-        """
-        config, buffer = hf.config, Buffer()
-
-        def exact_of(matrix: FileMatrix) -> torch.nn.Parameter | FileMatrix:
-            if not is_in_memory:
-                return matrix
-            return torch.nn.Parameter(unpacked(matrix, dtype))
-
-        linears = defaultdict[str, dict[str, FileMatrix]](dict)
-        for here, name in names.items():
-            path, kind = name.rsplit(".", 1)
-            module = hf.get_submodule(path)
-            tensor, _ = self._tensors[here]
-            if not _is_quantised(tensor):
-                weight = self._weight(here, config, dtype)
-                setattr(module, kind, torch.nn.Parameter(weight))
-            elif isinstance(module, torch.nn.Linear):
-                linears[_WITH_SAME_INPUT.sub("", path)][path] = self._matrix(here, config)
-            elif is_in_memory:
-                module.weight = exact_of(self._matrix(here, config))
-            else:
-                hf.set_submodule(path, PackedEmbedding(self._matrix(here, config), dtype))
-        for matrices in linears.values():
-            parts = pack(list(matrices.values()), buffer)
-            for (path, matrix), packed in zip(matrices.items(), parts, strict=True):
-                bias = hf.get_submodule(path).bias
-                hf.set_submodule(path, PackedLinear(packed, exact_of(matrix), bias, buffer))
-        embedding = hf.get_input_embeddings()
-        if config.tie_word_embeddings and _is_quantised(self._tensors["token_embd.weight"][0]):
-            matrix = self._matrix("token_embd.weight", config)
-            exact = embedding.weight if is_in_memory else embedding.exact
-            [packed] = pack([matrix], buffer)
-            hf.lm_head = PackedLinear(packed, exact, None, buffer)
-        elif config.tie_word_embeddings:
-            hf.lm_head.weight = embedding.weight
-        decoder = hf.get_decoder()
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # the file lacks its buffers
-        config.dtype = dtype
-
-    def _matrix(self, name: str, config: Any) -> FileMatrix:  # noqa: ANN401
-        tensor, file = self._tensors[name]
-        shape, order, is_query = _shape(tensor), None, ".attn_q." in name
-        if self.architecture == "llama" and (is_query or ".attn_k." in name):
-            # in the file, the two numbers that rotate together are neighbours
-            n_heads = config.num_attention_heads if is_query else config.num_key_value_heads
-            order = torch.arange(shape[0]).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
-        return FileMatrix(file, tensor.data_offset, tensor.tensor_type, shape, order)
-
     def _weight(self, name: str, config: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401
-        import gguf
+        from gguf import dequantize
 
-        tensor, _ = self._tensors[name]
-        if len(tensor.shape) == 2:
-            return unpacked(self._matrix(name, config), dtype)
-        return torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)).to(dtype)
-
-
-def _shape(tensor: Any) -> tuple[int, int]:  # noqa: ANN401
-    n_columns, n_rows = tensor.shape.tolist()
-    return n_rows, n_columns
-
-
-def _is_quantised(tensor: Any) -> bool:  # noqa: ANN401
-    return len(tensor.shape) == 2 and tensor.tensor_type.name not in ("F64", "F32", "F16", "BF16")
+        tensor = self._tensors[name]
+        try:
+            weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=dtype)
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"{str(self.path)!r} holds weights of the type {tensor.tensor_type.name}, which "
+                "the gguf package does not dequantise; give a file of another type, such as Q4_K_M"
+            ) from error
+        if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+            # in the file, the two numbers that rotate together are neighbours
+            is_query = ".attn_q." in name
+            n_heads = config.num_attention_heads if is_query else config.num_key_value_heads
+            by_pair = weight.view(n_heads, -1, 2, *weight.shape[1:])
+            return by_pair.transpose(1, 2).reshape(weight.shape)
+        return weight
 
 
 def gguf_tokenizer(path: Path, options: Mapping[str, Any]) -> Any:  # noqa: ANN401

@@ -25,11 +25,6 @@ from samkv_integrations.runtimes.transformers.model.families import (
     text_config,
     windows_of,
 )
-from samkv_integrations.runtimes.transformers.model.packed_weights import (
-    Exact,
-    row_blocks,
-    unpacked_of,
-)
 
 _PIECE_BYTES = 2**25
 """Bytes of a piece, which a thread hashes, and copies from a device, at a time."""
@@ -293,7 +288,6 @@ def _state(hf: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
                 "quantisation, or in float32 or bfloat16"
             ) from error
         state |= {f"{name}{rest}": part for rest, part in parts.items()}
-    named |= dict.fromkeys(name for name, _ in unpacked_of(hf))
     kept = {name.rpartition(".")[0] for name in named} | {
         name.split(".weight")[0] for name in named
     }
@@ -323,14 +317,6 @@ def weights_digest(hf: PreTrainedModel) -> str:
         (name, str(tensor.dtype), list(tensor.shape), hashes[_place(tensor)])
         for name, tensor in state.items()
     ]
-    if exact := dict(unpacked_of(hf)):  # hashed as unpacked: caches are shared
-        dtype, _ = kind_of(hf)
-        each_once = {matrix: _hashes_unpacked(matrix, dtype) for matrix in exact.values()}
-        found += [
-            (name, str(dtype), [matrix.n_rows, matrix.n_columns], each_once[matrix])
-            for name, matrix in exact.items()
-        ]
-        found.sort(key=lambda one: str(one[0]))
     return _hash([*found, readings] if readings else found)
 
 
@@ -341,22 +327,6 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     flat = tensor.detach().reshape(-1)
     return torch.split(flat, _PIECE_BYTES // flat.element_size()) if flat.numel() else ()
-
-
-def _hashes_unpacked(matrix: Exact, dtype: torch.dtype) -> list[str]:
-    """The hashes of the pieces of the unpacked matrix, of which one is in memory at a time."""
-    piece = torch.empty(_PIECE_BYTES // dtype.itemsize, dtype=dtype)
-    hashes, n_filled = [], 0
-    for first, last in row_blocks(matrix):
-        values = matrix.rows(first, last).to(dtype).view(-1)
-        while len(values):
-            some, values = values[: len(piece) - n_filled], values[len(piece) - n_filled :]
-            piece[n_filled : n_filled + len(some)] = some
-            n_filled += len(some)
-            if n_filled == len(piece):
-                hashes.append(hash_piece(piece))
-                n_filled = 0
-    return [*hashes, hash_piece(piece[:n_filled])] if n_filled else hashes
 
 
 def hash_piece(piece: Tensor) -> str:

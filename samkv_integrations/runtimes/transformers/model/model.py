@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -21,16 +20,16 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from samkv_integrations.errors import InvalidOption, UnsupportedModel
+from samkv_integrations.errors import UnsupportedModel
 from samkv_integrations.prompt.quoting import SpecialTokens
-from samkv_integrations.prompt.text import ModelText
+from samkv_integrations.prompt.text import ModelText, half_character
 from samkv_integrations.runtimes.transformers.model.attention import (
     Attend,
     _samkv_attention,
     attention,
     for_single_token,
 )
-from samkv_integrations.runtimes.transformers.model.decode_layer import PackedLayer, is_plain, run
+from samkv_integrations.runtimes.transformers.model.decode_layer import is_plain, run
 from samkv_integrations.runtimes.transformers.model.families import (
     Family,
     Rotation,
@@ -46,12 +45,6 @@ from samkv_integrations.runtimes.transformers.model.families import (
     windows_of,
 )
 from samkv_integrations.runtimes.transformers.model.identity import Identity, kind_of
-from samkv_integrations.runtimes.transformers.model.packed_weights import (
-    MOST_TOKENS,
-    MOST_TOKENS_UNPACKING,
-    PackedLinear,
-    packed_products,
-)
 
 
 class LayeredModel(ModelText):
@@ -92,7 +85,6 @@ class LayeredModel(ModelText):
         self._decoder: Any = hf.get_decoder()  # type: ignore[no-untyped-call]
         self._family = family_of(hf.config)
         self._read_config()
-        self._find_packed_weights()
         # keys of the chunks of the latest vote -> the stable layers N*
         self.stable_layers: dict[tuple[str, ...], tuple[int, ...]] = {}
         self.layer_devices = (self.device,) * self.n_layers
@@ -122,16 +114,6 @@ class LayeredModel(ModelText):
         if any(rope.get("rope_type") == "longrope" for rope in ropes_of(config).values()):
             self._rotary = copy.deepcopy(self._rotary)  # its forward writes to it
 
-    def _find_packed_weights(self) -> None:
-        self._packed_layers = list[PackedLayer]()
-        if not self._lies_otherwise:
-            self._packed_layers = PackedLayer.of_all(self.config, self._decoder.layers)
-        self._unpacks = any(linear.exact is not None for linear in self._packed_linears())
-        self._packed_at, self._is_packed = -1, False  # generation of the last check
-
-    def _packed_linears(self) -> list[PackedLinear]:
-        return [each for each in self.hf.modules() if isinstance(each, PackedLinear)]
-
     # -- identity ---------------------------------------------------------------------------
 
     @property
@@ -160,13 +142,6 @@ class LayeredModel(ModelText):
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def weights(self) -> str:
-        """How weights are kept: ``packed``, ``unpacked``, or ``both`` (packed for decoding)."""
-        if not (packed := self._packed_linears()):
-            return "unpacked"
-        return "packed" if all(each.weight is None for each in packed) else "both"
-
-    @property
     def scores_plainly(self) -> bool:
         """Whether attention is a softmax of scaled products, without bound or sinks."""
         return self.score_cap is None and not self._family.has_sinks
@@ -192,11 +167,7 @@ class LayeredModel(ModelText):
                     return_offsets_mapping=offsets,
                 )
             except TypeError as error:  # of the tokenizers library, without the text
-                half = re.search("[^<>]{,20}[\ud800-\udfff][^<>]{,20}", text)
-                raise InvalidOption(
-                    f"a text holds half a character (a lone surrogate) in {half and half[0]!r}; "
-                    "clean it with text.encode(errors='replace').decode()"
-                ) from error
+                raise half_character(text) from error
 
     def token_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._tokenized(text, special=False, offsets=True)
@@ -296,55 +267,22 @@ class LayeredModel(ModelText):
             turns.append((cos.to(device), sin.to(device)))
         return Rotation(turns=turns, kinds=[kinds.index(kind) for kind in of_layers])
 
-    @property
-    def decodes_packed(self) -> bool:
-        """Whether decoding runs on packed weights, so that its entries differ from a prefill's."""
-        if self._packed_at != self.identity.generation:
-            self._packed_at = self.identity.generation
-            # packed weights are outdated if an adapter was merged into the weights in memory
-            packed = self._packed_linears()
-            self._is_packed = bool(packed) and all(linear.is_current() for linear in packed)
-        return self._is_packed
+    def decoding(self, n_tokens: int) -> AbstractContextManager[object]:
+        """Inside this block, a pass over ``n_tokens`` tokens uses the faster products of decoding.
 
-    @contextmanager
-    def decoding(self, n_tokens: int) -> Iterator[bool]:
-        """Inside this block, passes over ``n_tokens`` tokens use the faster products of decoding.
-
-        Their results differ in the last bits, or as much as packed weights do, so they must not be
-        stored. No other pass may run inside the block. Yields the ``is_packed`` of `layer`.
+        Their results differ in the last bits, so they must not be stored. No other pass may run
+        inside the block.
         """
-        if not self.decodes_packed:
-            is_single = n_tokens == 1
-            with for_single_token(self.device, self.dtype) if is_single else nullcontext():
-                yield False
-            return
-        most_tokens = MOST_TOKENS_UNPACKING if self._unpacks else MOST_TOKENS
-        with packed_products():
-            yield bool(self._packed_layers) and n_tokens <= most_tokens
+        return for_single_token(self.device, self.dtype) if n_tokens == 1 else nullcontext()
 
-    def short_pass(self, n_tokens: int) -> AbstractContextManager[bool]:
-        """Inside this block, a pass over few tokens does not wait for weights to be unpacked.
-
-        Such a pass is computed as in `decoding`. Its results must not be stored, or kept for other
-        answers.
-        """
-        is_short = self._unpacks and n_tokens <= MOST_TOKENS_UNPACKING
-        return self.decoding(n_tokens) if is_short else nullcontext(False)
-
-    def layer(
-        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, *,
-        is_packed: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def layer(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Run decoder layer ``index`` on tokens ``hidden`` (batch, R, hidden).
 
         cos, sin: (R, D) of the tokens' positions. ``attend`` gets the keys and values. They and the
-        result are on the layer's device. is_packed: see `decoding`.
+        result are on the layer's device.
         """
         if hidden.device != self.layer_devices[index]:
             hidden = hidden.to(self.layer_devices[index])
-        if is_packed:
-            packed = self._packed_layers[index]
-            return run(self._decoder.layers[index], hidden, cos, sin, attend, packed)
         if (halves := self._halves) is not None:
             of_halves = attend
 

@@ -5,7 +5,6 @@ It follows a plan of `pass_plan`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -83,18 +82,13 @@ class Blend:
 
     def run(self, plan: PassPlan) -> Tensor:
         """Logits (vocabulary,) of the last token. The plan's blocks must have been loaded."""
-        last = self.through_layers(plan, may_be_packed=not self.is_exact)[0, -1:]
-        with self.model.short_pass(1):
-            return self.model.logits(last)[0]
+        return self.model.logits(self.through_layers(plan)[0, -1:])[0]
 
-    def through_layers(self, plan: PassPlan, *, may_be_packed: bool = False) -> Tensor:
-        """(1, R, hidden size): output of the last layer for the tokens that it computes.
-
-        may_be_packed: whether to multiply as `LayeredModel.short_pass` does.
-        """
+    def through_layers(self, plan: PassPlan) -> Tensor:
+        """(1, R, hidden size): output of the last layer for the tokens that it computes."""
         layers = list(plan.layers)
         attend = partial(self._attend, layers)
-        positions, n_tokens = layers[0].computed.positions, layers[0].computed.n_tokens
+        positions = layers[0].computed.positions
         token_ids = self.cached.layout.token_ids.to(positions.device)[positions]
         hidden = self.model.embed(token_ids)[None]
         turns: dict[int, tuple[Tensor, Tensor]] = {}  # by rotation, for layers with the same plan
@@ -108,9 +102,7 @@ class Blend:
                 turns[kind] = cos[computed.positions], sin[computed.positions]
             if computed.rows_before is not None:
                 hidden = hidden.to(computed.positions.device).index_select(1, computed.rows_before)
-            products = self.model.short_pass(n_tokens) if may_be_packed else nullcontext(False)
-            with products as is_packed:
-                hidden = self.model.layer(layer, hidden, *turns[kind], attend, is_packed=is_packed)
+            hidden = self.model.layer(layer, hidden, *turns[kind], attend)
         return hidden[:, : layers[-1].computed.n_tokens]
 
     def _attend(

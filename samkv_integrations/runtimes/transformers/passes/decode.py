@@ -72,11 +72,10 @@ def decode(decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]) -> tupl
 
     # Layers see all tokens as one sequence: tokens interact in attention only.
     try:
-        with model.decoding(len(rows)) as is_packed:
+        with model.decoding(len(rows)):
             hidden = model.embed(torch.tensor([[token for each in tokens for token in each]]))
             for layer in range(model.n_layers):
-                cos, sin = rotation.of(layer)
-                hidden = model.layer(layer, hidden, cos, sin, attend, is_packed=is_packed)
+                hidden = model.layer(layer, hidden, *rotation.of(layer), attend)
             logits = model.logits(hidden[0])
     except torch.OutOfMemoryError:
         for decoder, of_layers in zip(decoders, before, strict=True):

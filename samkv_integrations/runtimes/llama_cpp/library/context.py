@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samkv_integrations.errors import InvalidOption, ModelFailed, ModelNotFound, OutOfMemory
-from samkv_integrations.runtimes.llama_cpp.binding import (
+from samkv_integrations.runtimes.llama_cpp.library.binding import (
     F16,
     FLASH_ATTENTION_AUTO,
     FLASH_ATTENTION_ON,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.runtimes.llama_cpp.binding import F16
+from samkv_integrations.runtimes.llama_cpp.library.binding import F16
 
 Rows = NDArray[np.uint8]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.runtimes.llama_cpp.binding import NEOX, NORM
+from samkv_integrations.runtimes.llama_cpp.library.binding import NEOX, NORM
 
 MOST_ERROR = 4e-3
 """Largest difference of a rotated key from the model's own, of the largest number in it.

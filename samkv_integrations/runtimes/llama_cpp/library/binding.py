@@ -44,7 +44,7 @@ F16 = 1  # ggml_type
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
 SPM, BPE = 1, 2  # llama_vocab_type
 NORM, NEOX = 0, 2  # llama_rope_type: pairs are neighbours, or lie half a head apart
-CONTROL, LSTRIP, RSTRIP = 1 << 3, 1 << 7, 1 << 8  # llama_token_attr
+CONTROL, USER_DEFINED, LSTRIP, RSTRIP = 1 << 3, 1 << 4, 1 << 7, 1 << 8  # llama_token_attr
 LOAD_AUTO, LOAD_NONE, LOAD_MMAP, LOAD_MLOCK, LOAD_MMAP_MLOCK = -1, 0, 1, 2, 3  # llama_load_mode
 NO_CELLS, ABORTED = 1, 2  # what llama_decode returns
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from samkv_integrations.runtimes.llama_cpp.context import LlamaContext
-from samkv_integrations.runtimes.llama_cpp.positions import CannotRotate, Rotation
-from samkv_integrations.runtimes.llama_cpp.state import CannotSplit, StateLayout
+from samkv_integrations.runtimes.llama_cpp.library.context import LlamaContext
+from samkv_integrations.runtimes.llama_cpp.library.positions import CannotRotate, Rotation
+from samkv_integrations.runtimes.llama_cpp.library.state import CannotSplit, StateLayout
 
 MOST_POSITION = 2**13
 """Largest position at which the rotation is measured; larger ones follow from it."""

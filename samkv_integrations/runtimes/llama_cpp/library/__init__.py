@@ -1,0 +1,1 @@
+"""llama.cpp itself: its functions and structures, contexts, states of sequences, positions."""
