@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from samkv_integrations.runtimes.llama_cpp.binding import installed
+from samkv_integrations.runtimes.llama_cpp.library.binding import installed
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[[str], str]

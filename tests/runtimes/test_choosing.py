@@ -14,7 +14,7 @@ from samkv_integrations.errors import InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.option import declared
 from samkv_integrations.options import LlamaCppOptions, ModelOptions
 from samkv_integrations.runtimes import RUNTIMES, load_runtime, model_files, runtime_for
-from samkv_integrations.runtimes.llama_cpp import binding
+from samkv_integrations.runtimes.llama_cpp.library import binding
 from samkv_integrations.runtimes.transformers import kind
 from tests.cli.running import error_of
 

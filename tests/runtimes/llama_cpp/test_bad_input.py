@@ -21,8 +21,8 @@ from samkv_integrations.errors import (
     PromptTooLong,
 )
 from samkv_integrations.runtimes import load_runtime
-from samkv_integrations.runtimes.llama_cpp import binding
-from samkv_integrations.runtimes.llama_cpp.binding import load_binding
+from samkv_integrations.runtimes.llama_cpp.library import binding
+from samkv_integrations.runtimes.llama_cpp.library.binding import load_binding
 from samkv_integrations.store.indexed import require
 from tests.contracts.runtime_contract import PROMPT, TEXTS
 from tests.support.gguf_files import model_for_gguf, write_gguf
