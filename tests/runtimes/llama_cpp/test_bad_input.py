@@ -21,8 +21,8 @@ from samkv_integrations.errors import (
     PromptTooLong,
 )
 from samkv_integrations.runtimes import load_runtime
-from samkv_integrations.runtimes.llama_cpp import binding
-from samkv_integrations.runtimes.llama_cpp.binding import load_binding
+from samkv_integrations.runtimes.llama_cpp.library import binding
+from samkv_integrations.runtimes.llama_cpp.library.binding import load_binding
 from samkv_integrations.store.indexed import require
 from tests.contracts.runtime_contract import PROMPT, TEXTS
 from tests.support.gguf_files import model_for_gguf, write_gguf
@@ -135,6 +135,7 @@ def test_two_processes_share_a_store(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", SHARED], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         for _ in range(2)
     ]  # fmt: skip
