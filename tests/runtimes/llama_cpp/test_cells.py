@@ -33,7 +33,7 @@ def model() -> LlamaCppModel:
 
 
 def cells_of(model: LlamaCppModel) -> Cells:
-    return model._cells
+    return model.cells
 
 
 def used(model: LlamaCppModel) -> int:
