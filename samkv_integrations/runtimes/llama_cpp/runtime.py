@@ -95,7 +95,7 @@ class LlamaCppModel(LlamaText, Runtime):
         if self._proven is not None:
             layout = self._proven.layout
             self.token_kv_bytes = layout.n_layers * (layout.k_row + layout.v_row)
-        self._cells = Cells(context, self.token_kv_bytes, can_crop=context.can_crop)
+        self.cells = Cells(context, self.token_kv_bytes, can_crop=context.can_crop)
 
     @property
     def device_name(self) -> str:
@@ -182,17 +182,17 @@ class LlamaCppModel(LlamaText, Runtime):
     ) -> Sequence[ChunkCache]:  # fmt: skip
         with self.context.lock, ExitStack() as stack:
             before = self._prefix_entries(tuple(prefix), pause)
-            stack.enter_context(self._cells.used(before))
-            room = self._cells.reserve(sum(len(chunk.token_ids) for chunk in chunks))
+            stack.enter_context(self.cells.used(before))
+            room = self.cells.reserve(sum(len(chunk.token_ids) for chunk in chunks))
             stack.callback(room.close)
             n_before, tokens, sequences = before.n_tokens, list[int](), list[Entries]()
             positions, owners = list[int](), list[int]()
             for chunk in chunks:
-                entries = self._cells.new()
-                stack.callback(self._cells.drop, entries)
+                entries = self.cells.new()
+                stack.callback(self.cells.drop, entries)
                 sequences.append(entries)
                 if n_before:
-                    self._cells.share(before, entries, 0, n_before)
+                    self.cells.share(before, entries, 0, n_before)
                 n_tokens = len(chunk.token_ids)
                 room.take(entries, n_tokens)
                 tokens += chunk.token_ids
@@ -207,9 +207,9 @@ class LlamaCppModel(LlamaText, Runtime):
     def _prefix_entries(self, prefix: tuple[int, ...], pause: Callable[[], None]) -> Entries:
         """The entries of the tokens before every chunk, computed once."""
         if self._before is None or self._before[0] != prefix or self._before[1].is_lost:
-            entries = self._cells.new()
+            entries = self.cells.new()
             if prefix:
-                self._cells.reserve(len(prefix)).take(entries, len(prefix))
+                self.cells.reserve(len(prefix)).take(entries, len(prefix))
                 self._decode_parts(prefix, range(len(prefix)), [entries.id] * len(prefix), pause)
             entries.n_users -= 1
             self._before = prefix, entries
@@ -245,29 +245,29 @@ class LlamaCppModel(LlamaText, Runtime):
         origin = _origin_of_tokens(work)
         is_cached = origin == CACHED
         source = cast("Entries | None", work.held.entries)
-        with self.context.lock, self._cells.used(source), ExitStack() as if_it_fails:
-            room = self._cells.reserve(int((origin != HELD).sum()) + work.capacity)
+        with self.context.lock, self.cells.used(source), ExitStack() as if_it_fails:
+            room = self.cells.reserve(int((origin != HELD).sum()) + work.capacity)
             if_it_fails.callback(room.close)
-            entries = self._cells.new()
-            if_it_fails.callback(self._cells.drop, entries)
+            entries = self.cells.new()
+            if_it_fails.callback(self.cells.drop, entries)
             with ExitStack() as afterwards:
                 staged = None
                 if is_cached.any():
                     with observer.stage("load"):
                         staged = self._stage(work, np.flatnonzero(is_cached), room)
-                    afterwards.callback(self._cells.drop, staged.entries)
+                    afterwards.callback(self.cells.drop, staged.entries)
                 with observer.stage("blend"):
                     logits = self._assemble(
                         work.layout, origin, entries, source, staged, room, observer
                     )
             copied = None
             if work.n_copied:
-                copied = self._cells.new()
-                self._cells.share(entries, copied, 0, work.n_copied)
+                copied = self.cells.new()
+                self.cells.share(entries, copied, 0, work.n_copied)
                 copied.n_users -= 1
             again = _spans(work.held.again)
             sequence = LlamaSequence(
-                self._cells, entries, room=room, keeps=work.keeps,
+                self.cells, entries, room=room, keeps=work.keeps,
                 source=source if again else None, again=again,
             )  # fmt: skip
             if_it_fails.pop_all()
@@ -283,12 +283,12 @@ class LlamaCppModel(LlamaText, Runtime):
         state, keys, values = self._of_chunks.layout.joined(positions)
         for index, stored in enumerate(work.caches.opened):
             self._load_chunk(work, index, stored, positions, keys, values)
-        entries = self._cells.new()
+        entries = self.cells.new()
         try:
             self.context.load(entries.id, state)
             room.take(entries, len(positions))
         except BaseException:
-            self._cells.drop(entries)
+            self.cells.drop(entries)
             raise
         return _Staged(entries=entries, positions=positions)
 
@@ -332,10 +332,10 @@ class LlamaCppModel(LlamaText, Runtime):
         for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), len(origin)], strict=True):
             if origin[start] == HELD:
                 assert source is not None
-                self._cells.share(source, entries, start, stop)
+                self.cells.share(source, entries, start, stop)
             elif origin[start] == CACHED:
                 assert staged is not None
-                self._cells.share_staged(staged.entries, staged.positions, entries, start, stop)
+                self.cells.share_staged(staged.entries, staged.positions, entries, start, stop)
             else:
                 room.take(entries, stop - start)
                 if start:
@@ -419,12 +419,12 @@ class LlamaCppModel(LlamaText, Runtime):
     def _tried(self, trial: Callable[[int], _Found], n_cells: int) -> _Found:
         """The result of a trial in a sequence that is free for it."""
         with self.context.lock:
-            entries = self._cells.new()
+            entries = self.cells.new()
             try:
-                with closing(self._cells.reserve(n_cells)):
+                with closing(self.cells.reserve(n_cells)):
                     return trial(entries.id)
             finally:
-                self._cells.drop(entries)
+                self.cells.drop(entries)
 
     def free_bytes(self) -> int:
         return self.context.n_cells * self.token_kv_bytes

@@ -135,6 +135,7 @@ def test_two_processes_share_a_store(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, "-c", SHARED], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         for _ in range(2)
     ]  # fmt: skip
