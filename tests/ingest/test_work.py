@@ -26,6 +26,8 @@ from samkv_integrations.runtimes.base import Made
 from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import ChunkCache
 from tests.support.documents import texts_of_many_lengths
+from tests.support.gguf_files import model_for_gguf, write_gguf
+from tests.support.llama_cpp import with_llama_cpp
 from tests.support.models import tiny_model
 from tests.support.stores import chunk_files
 
@@ -118,6 +120,21 @@ def test_a_worker_of_another_machine_shares_what_it_computes(
     strange = own.model_copy(update=other)
     with pytest.raises(InvalidOption, match="SAMKV_STORE_SECRET"):
         CacheWorker(strange, engine.key_of(PROBE))
+
+
+@with_llama_cpp
+def test_workers_run_a_gguf_file_on_llama_cpp(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", model_for_gguf("llama"))
+    source = ModelSource(
+        model_name=str(file), kv_dir=tmp_path / "kv", runtime="llama_cpp", n_threads=1,
+        device_map="cpu", n_ctx=1024,
+    )  # fmt: skip
+    engine = engine_of(source)
+    assert failed(CacheWorker(source, engine.key_of(PROBE)), TEXTS) == {}
+    assert all(map(engine.is_cached, TEXTS))
+    other = source.model_copy(update={"runtime": "transformers", "n_ctx": None})
+    with pytest.raises(InvalidOption, match="is not the one that the ingest began with"):
+        CacheWorker(other, engine.key_of(PROBE))
 
 
 @pytest.mark.parametrize(

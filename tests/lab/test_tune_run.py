@@ -16,7 +16,10 @@ from samkv_integrations.lab.tuning import (
     Result,
     Run,
     candidates,
+    runs,
 )
+from tests.support.models import tiny_model
+from tests.support.table_runtime import TableRuntime
 
 SETTINGS = candidates(4)
 LABELS = [*SETTINGS]
@@ -28,6 +31,12 @@ def questions(n: int = 150) -> list[Question]:
 
 
 HELD_OUT = {str(i) for i in range(250) if i % 5 >= 3}
+
+
+def test_settings_that_a_runtime_does_not_run_are_left_out() -> None:
+    assert all(runs(tiny_model(), setting) for setting in SETTINGS.values())
+    by_tokens = [label for label in LABELS if runs(TableRuntime(), SETTINGS[label])]
+    assert by_tokens == [label for label in LABELS if "quest" not in label]
 
 
 class Fake:

@@ -50,7 +50,8 @@ class LlamaContext:
             differ from their defaults.
 
     model, vocabulary: pointers of llama.cpp. n_cells: tokens whose entries have room, in all
-    sequences together. n_vocabulary: tokens that the model knows.
+    sequences together. n_vocabulary: tokens that the model knows. is_on_card: whether layers run on
+    a graphics card.
 
     Raises:
         ModelNotFound: llama.cpp cannot load the file.
@@ -83,6 +84,7 @@ class LlamaContext:
         self.n_cells = int(self._library.llama_n_ctx(self._context))
         self.most_sequences = int(self._library.llama_n_seq_max(self._context))
         self.n_threads = 0
+        self.is_on_card = binding.has_device and model_options.get("n_gpu_layers") != 0
         self._read_model(context_options)
 
     def _read_model(self, options: Mapping[str, Any]) -> None:
@@ -91,7 +93,7 @@ class LlamaContext:
         n_trained: tokens that the model was trained to read at once; n_window: those of a sliding
         window, 0 without one. n_rotated: numbers of a head that rotate; 0 for all. can_crop:
         whether a part of a sequence can be used or removed. stores_otherwise: whether the types of
-        keys and values are others than F16. is_on_card: whether layers run on a graphics card.
+        keys and values are others than F16.
         """
         library, model = self._library, self.model
         self.n_trained = int(library.llama_model_n_ctx_train(model))
@@ -112,7 +114,6 @@ class LlamaContext:
             library.llama_model_is_recurrent(model) or library.llama_model_is_hybrid(model)
         )
         self.stores_otherwise = {options.get("type_k", F16), options.get("type_v", F16)} != {F16}
-        self.is_on_card = self.binding.has_device
 
     @property
     def device_name(self) -> str:
