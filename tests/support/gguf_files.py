@@ -55,7 +55,7 @@ def write_gguf(
     file.add_vocab_size(config.vocab_size)
     if name == "llama":
         file.add_rope_dimension_count(config.head_dim)
-    _add_tokenizer(file)
+    add_tokenizer(file)
     for key, value in (extra or {}).items():
         if isinstance(value, str):
             file.add_string(key, value)
@@ -89,7 +89,7 @@ def write_gguf(
     return path
 
 
-def _add_tokenizer(file: gguf.GGUFWriter) -> None:
+def add_tokenizer(file: gguf.GGUFWriter) -> None:
     tokenizer = byte_tokenizer(bos=True)
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     tokens += [merge.replace(" ", "") for merge in MERGES]

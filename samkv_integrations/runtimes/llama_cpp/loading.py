@@ -133,7 +133,16 @@ def _kv_type(option: str, kind: str | int) -> int:
 
 
 def cores() -> int:
-    """The physical cores that this process may use: two threads of a core hinder each other."""
+    """The physical cores that this process may use: two threads of a core hinder each other.
+
+    ``OMP_NUM_THREADS`` is a limit, as for torch.
+    """
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    most = int(limit) if limit.isdecimal() and int(limit) else 1 << 10
+    return min(most, _n_cores())
+
+
+def _n_cores() -> int:
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # macOS, Windows

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.runtimes.llama_cpp.library.binding import NEOX, NORM
+from samkv_integrations.runtimes.llama_cpp.library.binding import NORM
 
 MOST_ERROR = 4e-3
 """Largest difference of a rotated key from the model's own, of the largest number in it.
@@ -68,8 +68,6 @@ class Rotation:
 
         Raises CannotRotate if the keys are not explained by rotations that all layers share.
         """
-        if kind not in (NORM, NEOX):
-            raise CannotRotate("positions have several parts (M-RoPE), or are not rotations")
         rotation = cls(
             kind=kind, n_rotated=n_rotated, frequencies=np.zeros(n_rotated // 2, np.float64)
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from samkv_integrations.runtimes.llama_cpp.library.binding import NEOX, NORM
 from samkv_integrations.runtimes.llama_cpp.library.context import LlamaContext
 from samkv_integrations.runtimes.llama_cpp.library.positions import CannotRotate, Rotation
 from samkv_integrations.runtimes.llama_cpp.library.state import CannotSplit, StateLayout
@@ -48,6 +49,8 @@ def _known_refusal(context: LlamaContext) -> str | None:
         return "this model is recurrent, in all or in some layers, and cannot go on from a chunk"
     if context.n_window:
         return f"tokens of this model attend to a sliding window of {context.n_window} tokens"
+    if context.rope_type not in (NORM, NEOX):
+        return "positions of this model are not one number (M-RoPE), or are not rotations"
     if context.stores_otherwise:
         return "chunks are cached only with keys and values in F16; leave out type_k and type_v"
     return None
