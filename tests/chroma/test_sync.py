@@ -18,12 +18,12 @@ from samkv_integrations.chroma.client import KEY_FIELD, connect_collection, open
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import SyncResult
 from samkv_integrations.errors import InvalidChunk, InvalidOption, StoreError, UnknownOption
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store import database
 from tests.support.chroma_link import IDS, VECTOR, add_raw, any_bytes_of, client_of, link_of
 from tests.support.chroma_server import HOST, free_port
 from tests.support.costs import ONE_PASS
 from tests.support.records import TEXTS, builtin
+from tests.support.tested_runtime import model_class
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class TestBuildAndLink:
         add_raw(link, dict(zip(IDS, TEXTS, strict=True)))
         link.sync()
         for owner, name in (
-            (Model, "prefill"),
+            (model_class(), "prefill"),
             (link.collection, "update"),
         ):
             monkeypatch.setattr(owner, name, _not_called)

@@ -18,8 +18,6 @@ from samkv_integrations.errors import (
     StoreError,
 )
 from samkv_integrations.option import OnMiss
-from samkv_integrations.runtimes.transformers import runtime
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.store.chunk import CacheArray, ChunkCache, ChunkRef
 from samkv_integrations.store.memory import MemoryChunk
 from samkv_integrations.store.upkeep import verify
@@ -28,6 +26,7 @@ from tests.support.covering import covering
 from tests.support.handles import issued
 from tests.support.models import tiny_model
 from tests.support.served import PROMPT, TEXTS, chunk_file, engine_on
+from tests.support.tested_runtime import ON_LLAMA_CPP, model_class
 
 
 @pytest.fixture
@@ -174,7 +173,8 @@ def test_damage_is_healed_on_disk_by_the_question_that_finds_it(
     assert second.report.chunk_misses == ({"absent": 1} if on_miss == "text" else {})
     third = engine.generate(PROMPT, TEXTS, **options)
     assert (third.text, third.report.chunk_misses) == (expected.text, {})
-    assert file.read_bytes() == sound
+    if not ON_LLAMA_CPP:  # which rounds otherwise if it computes other chunks at the same time
+        assert file.read_bytes() == sound
     assert engine.is_cached(TEXTS[1])
 
 
@@ -228,14 +228,14 @@ def test_a_chunk_that_no_cache_can_hold_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Engine(tiny_model("llama"), method="reuse", block_size=8, prefix_bytes=0)
-    prefill, bad = runtime.prefill, len(engine.model.tokenize(TEXTS[0], special=False))
+    prefill, bad = model_class().prefill, len(engine.model.tokenize(TEXTS[0], special=False))
 
-    def refusing(model: Model, chunks: Sequence[ChunkRef], *rest: Any) -> Any:
+    def refusing(model: Any, chunks: Sequence[ChunkRef], *rest: Any) -> Any:
         if any(len(chunk.token_ids) == bad for chunk in chunks):
             raise InvalidChunk("not finite")
         return prefill(model, chunks, *rest)
 
-    monkeypatch.setattr(runtime, "prefill", refusing)
+    monkeypatch.setattr(model_class(), "prefill", refusing)
     report = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report
     assert report.computed_now == len(TEXTS) - 1
     again = engine.generate(PROMPT, TEXTS, max_new_tokens=1).report

@@ -47,7 +47,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
 
     def noted(request: Request, observer: Observer) -> FirstToken:
         begun = first_token(request, observer)
-        known = request.model.tokenizer.convert_tokens_to_ids(list(SPECIAL))
+        known = [token for name in SPECIAL for token in request.model.tokenize(name, special=True)]
         names = dict(zip(known, SPECIAL, strict=True))
         found.append([names[id] for id in begun.layout.token_ids.tolist() if id in names])
         return begun

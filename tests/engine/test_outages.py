@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from samkv_integrations import ChunkStore, Engine
@@ -154,7 +155,7 @@ def test_nothing_that_prompts_need_raises(
         assert report.found == 5
         with engine.resolve(ASKED) as resolved:
             assert len(resolved.chunks) == 4
-        assert engine.logits(ASKED).isfinite().all()
+        assert np.isfinite(np.asarray(engine.logits(ASKED))).all()
         assert engine.costs.full_prefill_s(100) > 0
     assert len(caplog.records) == 1
 

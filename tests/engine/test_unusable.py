@@ -10,6 +10,7 @@ import torch
 
 from samkv_integrations import ChunkStore, Engine
 from tests.support.models import tiny_model
+from tests.support.tested_runtime import of_transformers_alone
 
 TEXT = "The mill of Orvik was built in 1871 by two brothers."
 PROMPT = f"Read: {TEXT}\nQuestion: when?"
@@ -31,7 +32,11 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     [
         ({"store_bits": 8}, "store_bits is 4 here and 8 there; next step: ingest again, or give"),
         ({"prefix": "none"}, "another prefix.* next step: ingest again"),
-        ({"model": tiny_model("llama", torch.bfloat16)}, r"dtype is .*give dtype='bfloat16'"),
+        pytest.param(
+            {"model": tiny_model("llama", torch.bfloat16)},
+            r"dtype is .*give dtype='bfloat16'",
+            marks=of_transformers_alone,
+        ),
         ({"model": tiny_model("llama", seed=5)}, "weights is .*next step: ingest again"),
         ({"namespace": "team"}, "namespace '', but there are some in namespace 'team' of .*kv"),
     ],

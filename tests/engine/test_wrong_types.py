@@ -12,6 +12,7 @@ from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.prompt import rag_prompt
 from tests.support.models import tiny_model
+from tests.support.tested_runtime import of_transformers_alone
 
 WRONG: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda e: e.generate("x", stop_ids=None), "stop_ids=None; it must be a list of token ids"),
@@ -36,7 +37,6 @@ WRONG: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda e: e.delete([5]), "keys holds 5; each item must be a string"),
     (lambda e: e.delete(None), "keys=None; it must be a list of strings"),
     (lambda e: Engine("builtin"), "model='builtin'; it must be a Model: Engine.from_pretrained"),
-    (lambda e: Engine(e.model.hf), "and Model(model, tokenizer, name) what transformers has"),
     (lambda e: Engine(e.model, prefix_bytes="many"), "prefix_bytes='many'; it must be a number of"),
     (lambda e: Engine(e.model, prefix_bytes=-1), "prefix_bytes=-1; it must be a number of bytes"),
     (lambda e: Engine(e.model, prefix_text=5), "prefix_text=5; it must be a string"),
@@ -57,6 +57,14 @@ def engine() -> Engine:
 def test_wrong_types(engine: Engine, call: Callable[[Engine], Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=re.escape(message)):
         call(engine)
+
+
+@of_transformers_alone
+def test_a_model_of_transformers_is_no_runtime(engine: Engine) -> None:
+    with pytest.raises(
+        InvalidOption, match=r"and Model\(model, tokenizer, name\) what transformers"
+    ):
+        Engine(engine.model.hf)
 
 
 def test_texts_that_can_be_looked_at_once_only(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from samkv_integrations.methods import METHODS
 from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.laws import CHUNKS
 from tests.support.models import byte_tokenizer, hf_model, tiny_model
+from tests.support.tested_runtime import model_class
 
 ROOM = 2**26
 PROMPT = f"Read.\n\n{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nQ: who was it?"
@@ -77,7 +78,7 @@ def test_an_answer_is_not_exact_if_the_runtime_decodes_otherwise(
     engine = engine_on(tmp_path)
     for is_exact in (True, False):
         engine.sequences.clear()
-        monkeypatch.setattr(Model, "decodes_exactly", is_exact)
+        monkeypatch.setattr(model_class(), "decodes_exactly", is_exact)
         report = engine.generate(PROMPT, method="recompute", max_new_tokens=6).report
         (kept,) = engine.sequences._sequences  # noqa: SLF001
         assert len(kept.token_ids) > report.prompt_tokens

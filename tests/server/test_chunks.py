@@ -11,7 +11,7 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.server import chunks as routes
-from tests.support.records import TEXTS
+from tests.support.records import TEXTS, builtin
 from tests.support.served_town import BLUE, KEYS, RED, Town
 
 PATH = "/v1/samkv/chunks"
@@ -94,7 +94,12 @@ async def test_figures_name_no_folder_of_this_machine(town: Town) -> None:
     await town.json("POST", PATH, {"texts": TEXTS})
     (row,) = (await town.json("GET", PATH))["data"]
     assert row["model"] == "town-model"
-    assert (row["chunks"], row["store_bits"], row["corrupt"]) == (len(TEXTS), 4, 0)
+    bits = builtin().default_store_bits
+    assert (row["chunks"], row["store_bits"], row["corrupt"]) == (
+        len(TEXTS),
+        bits,
+        0,
+    )
     (counted,) = town.engine().store.stats().rows
     assert row["bytes"] == counted.bytes
 

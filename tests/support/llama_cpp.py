@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -31,6 +32,19 @@ def shared_smollm2() -> LlamaCppModel:
 @cache
 def _folder() -> Path:
     return Path(mkdtemp())
+
+
+def of_transformers(hf: Any, tokenizer: Any, name: str) -> Any:  # noqa: ANN401
+    """A Llama or Qwen of transformers on llama.cpp, which splits texts into words as GPT-2 does."""
+    from samkv_integrations.runtimes.llama_cpp.loading import load_model
+    from tests.support.gguf_files import NEVER, without_bias, write_gguf
+
+    path = _folder() / f"{name}-{len(list(_folder().iterdir()))}.gguf"
+    pairs = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    write_gguf(path, without_bias(hf), tokenizer=tokenizer, merges=[*map(" ".join, pairs)] or NEVER)
+    model = load_model(str(path), n_threads=1)
+    model.name = name
+    return model
 
 
 def tiny(family: str, *, extra: dict[str, Any] | None = None, **options: Any) -> LlamaCppModel:

@@ -26,6 +26,8 @@ from transformers import (
 )
 
 from samkv_integrations.runtimes.transformers.runtime import Model
+from tests.support.llama_cpp import of_transformers
+from tests.support.tested_runtime import ON_LLAMA_CPP
 
 FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
 """Layers that attend to everything, and rotate whole heads: laws of methods run over these."""
@@ -183,6 +185,8 @@ def saved_tiny(folder: Path) -> str:
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
     """A tiny model; Qwen families have no BOS, as in their real tokenizers."""
     bos = not family.startswith("qwen")
+    if ON_LLAMA_CPP:
+        return of_transformers(hf_model(family, seed), byte_tokenizer(bos=bos), f"tiny-{family}")
     return Model(hf_model(family, seed).to(dtype), byte_tokenizer(bos=bos), f"tiny-{family}")
 
 
@@ -199,6 +203,8 @@ def quoting_model() -> Model:
     """A tiny model that likes quotes, so that strings do not go on for a hundred letters."""
     tokenizer = byte_tokenizer(bos=True)
     hf = liking(hf_model("llama"), [tokenizer.convert_tokens_to_ids('"')])
+    if ON_LLAMA_CPP:
+        return of_transformers(hf, tokenizer, "tiny-quoting")
     return Model(hf, tokenizer, "tiny-quoting")
 
 

@@ -9,6 +9,8 @@ import torch
 
 from samkv_integrations.runtimes.transformers.loading import load_model
 from samkv_integrations.runtimes.transformers.runtime import Model
+from tests.support.llama_cpp import of_transformers
+from tests.support.tested_runtime import ON_LLAMA_CPP
 
 # What the built-in model was trained on: a user message, and the same as a bare completion.
 CHAT_TEMPLATE = "Documents:\n\n{context_str}\n\nQuestion: {query_str}"
@@ -69,4 +71,5 @@ def builtin() -> Model:
     It is so small that a second thread only costs time.
     """
     torch.set_num_threads(1)
-    return load_model("builtin", device="cpu", dtype="float32")
+    model = load_model("builtin", device="cpu", dtype="float32")
+    return of_transformers(model.hf, model.tokenizer, model.name) if ON_LLAMA_CPP else model

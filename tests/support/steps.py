@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.runtimes.transformers.passes.decode import Decoder
-from samkv_integrations.runtimes.transformers.runtime import Model
 from samkv_integrations.serving import scheduler as module
 from samkv_integrations.serving.scheduler import Scheduler
+from tests.support.tested_runtime import model_class
 
 PATIENCE_S = 60
 
@@ -32,10 +34,11 @@ class Steps:
         self._changed = threading.Condition()
         self._allowed: int | None = None
         self._is_held = False
-        decode = Model.decode
+        kind: Any = model_class()
+        decode = kind.decode
 
         def counted(
-            model: Model, decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]
+            model: Runtime, decoders: Sequence[Decoder], tokens: Sequence[Sequence[int]]
         ) -> Sequence[Tensor]:
             with self._changed:
                 self._is_held = True
@@ -50,9 +53,10 @@ class Steps:
                     self.counts[decoder] = self.counts.get(decoder, 0) + 1
                 self._changed.notify_all()
             self.on_step()
-            return decode(model, decoders, tokens)
+            found: Sequence[Tensor] = decode(model, decoders, tokens)
+            return found
 
-        monkeypatch.setattr(Model, "decode", counted)
+        monkeypatch.setattr(kind, "decode", counted)
         monkeypatch.setattr(module, "MOST_ROWS", 1)  # a step is a token
         monkeypatch.setattr(module, "LEAST_PART_S", math.inf)  # and interrupts no pass
 

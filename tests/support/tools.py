@@ -8,12 +8,12 @@ from typing import Any
 from unittest import mock
 
 from pydantic import BaseModel, Field
-from torch import Tensor
 
-from samkv_integrations.runtimes.transformers import runtime as runtime_module
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.runtimes.transformers.runtime import Model
-from samkv_integrations.runtimes.transformers.sampling import TransformersSampler
+from tests.support.llama_cpp import of_transformers
 from tests.support.models import byte_tokenizer, hf_model, liking
+from tests.support.tested_runtime import ON_LLAMA_CPP, model_class
 
 _MESSAGES = (
     "{% for m in messages %}<|{{ 'user' if m['role'] == 'tool' else m['role'] }}|>"
@@ -59,6 +59,8 @@ def tool_model(form: str = "hermes", likes: tuple[str, ...] = ('"',)) -> Model:
     tokenizer.chat_template = TEMPLATES[form]
     hf = hf_model("llama", max_position_embeddings=8192)
     liked = tokenizer.convert_tokens_to_ids(list(likes))
+    if ON_LLAMA_CPP:
+        return of_transformers(liking(hf, liked), tokenizer, f"tiny-{form}")
     return Model(liking(hf, liked), tokenizer, f"tiny-{form}")
 
 
@@ -81,13 +83,12 @@ class Town(BaseModel):
 def dictated(*texts: str) -> Any:
     """Inside it, one answer after the other is one of ``texts``, whatever the weights say."""
     left: Iterator[str] = iter(texts)
+    sampler = model_class().sampler
 
-    class Dictated(TransformersSampler):
-        def __init__(self, model: Model, *arguments: Any) -> None:
-            super().__init__(model, *arguments)
-            self._left = iter([*model.tokenize(next(left), special=True), *model.eos_ids])
+    def dictating(model: Runtime, *arguments: Any) -> Any:
+        made: Any = sampler(model, *arguments)
+        tokens = iter([*model.tokenize(next(left), special=True), *model.eos_ids])
+        made.next_if_sure = lambda logits, tolerance: next(tokens)
+        return made
 
-        def next_if_sure(self, logits: Tensor, tolerance: float) -> int:
-            return next(self._left)
-
-    return mock.patch.object(runtime_module, "TransformersSampler", Dictated)
+    return mock.patch.object(model_class(), "sampler", dictating)

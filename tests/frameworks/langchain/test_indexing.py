@@ -15,10 +15,10 @@ from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_samkv import SamKVChroma
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidChunk
-from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.chroma_link import assert_in_step, records
 from tests.support.langchain_store import Letters
 from tests.support.records import TEXTS, builtin
+from tests.support.tested_runtime import model_class
 
 Cleanup = Literal["incremental", "full", "scoped_full"] | None
 
@@ -53,13 +53,13 @@ def indexer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., In
         engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
         store = SamKVChroma("town", Letters(), str(tmp_path / "chroma"), engine=engine)
         made = Indexer(store, cleanup, is_async)
-        prefill = Model.prefill
+        prefill = model_class().prefill
 
         def counted(model: Any, batch: Any, *rest: Any) -> Any:
             made.read += len(batch)
             return prefill(model, batch, *rest)
 
-        monkeypatch.setattr(Model, "prefill", counted)
+        monkeypatch.setattr(model_class(), "prefill", counted)
         return made
 
     return make

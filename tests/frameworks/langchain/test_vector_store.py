@@ -19,11 +19,11 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import KEY_FIELD
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.errors import InvalidChunk, InvalidOption, UnknownOption
-from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.chroma_link import assert_in_step, files, keys_of, records
 from tests.support.chroma_server import HOST
 from tests.support.langchain_store import VECTOR, Letters, client_of
 from tests.support.records import RECORDS, TEXTS, builtin
+from tests.support.tested_runtime import model_class
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def doc(id_: str | None, text: str, **metadata: Any) -> Document:
 
 def forbid_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on no chunk may be read by the model."""
-    monkeypatch.setattr(Model, "prefill", _not_called)
+    monkeypatch.setattr(model_class(), "prefill", _not_called)
 
 
 class TestAdd:

@@ -20,10 +20,10 @@ from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import KEY_FIELD
 from samkv_integrations.errors import InvalidChunk, InvalidOption
-from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.handles import HANDLE, spelled_out
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus
 from tests.support.records import RECORDS, TEXTS, builtin
+from tests.support.tested_runtime import model_class
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 pytestmark = pytest.mark.usefixtures("no_other_model")
@@ -148,7 +148,7 @@ class TestCacheTransform:
     def test_too_long_is_said_before_anything_is_computed(
         self, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Model, "prefill", not_called)
+        monkeypatch.setattr(model_class(), "prefill", not_called)
         nodes = [TextNode(text="Never seen."), TextNode(text="salt " * 5000)]
         with pytest.raises(InvalidChunk, match="split it"):
             SamKVCacheTransform(engine=corpus.engine)(nodes)

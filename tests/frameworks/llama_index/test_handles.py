@@ -18,6 +18,7 @@ from samkv_integrations import ChunkStore, Engine
 from tests.support.handles import HANDLE, TYPED, issued
 from tests.support.llama_index_corpus import ASKED, TOP_K, Corpus, Lexical
 from tests.support.records import RECORDS, builtin
+from tests.support.tested_runtime import of_transformers_alone
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 
@@ -88,6 +89,7 @@ class TestDocumentsThatSpeakOfHandles:
             assert len(llm.tokenizer_fn(text)) == len(ids)
 
 
+@of_transformers_alone
 def test_a_message_that_types_control_tokens_controls_nothing(
     corpus: Corpus, prompts: list[Any]
 ) -> None:

@@ -24,6 +24,7 @@ from tests.support.llama_index_corpus import ASKED, Corpus, cached_prompt
 from tests.support.models import tiny_model
 from tests.support.records import COMPLETION_TEMPLATE, TEXTS, builtin
 from tests.support.steps import Steps
+from tests.support.tested_runtime import of_transformers_alone
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 pytestmark = pytest.mark.usefixtures("no_other_model")
@@ -216,6 +217,7 @@ class TestPrompts:
         with pytest.raises(InvalidOption, match="ImageBlock; it must hold text only"):
             llm.chat([image])
 
+    @of_transformers_alone
     def test_model_without_template(
         self, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -266,7 +268,7 @@ class TestConfiguration:
         assert always.complete(prompt, formatted=True).text == shortened
 
     def test_store_bits_are_those_of_the_engine(self, corpus: Corpus) -> None:
-        assert corpus.llm().store_bits == corpus.engine.store_bits == 4
+        assert corpus.llm().store_bits == corpus.engine.store_bits == builtin().default_store_bits
         llm = SamKVLLM(model_name="builtin", store_bits=16)
         assert llm.store_bits == llm.engine.store_bits == 16
         assert SamKVLLM.from_dict(llm.to_dict()).engine.store_bits == 16

@@ -31,10 +31,10 @@ from llama_index.vector_stores.samkv import SamKVChromaVectorStore
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import KEY_FIELD, open_collection
 from samkv_integrations.errors import InvalidChunk, InvalidOption, UnknownOption
-from samkv_integrations.runtimes.transformers.runtime import Model
 from tests.support.chroma_link import assert_in_step, client_of, files, keys_of, records
 from tests.support.chroma_server import HOST
 from tests.support.records import RECORDS, TEXTS, builtin
+from tests.support.tested_runtime import model_class
 
 pytest_plugins = ("tests.support.llama_index_fixtures",)
 pytestmark = pytest.mark.usefixtures("no_other_model")
@@ -114,7 +114,7 @@ class TestAdd:
         self, store: SamKVChromaVectorStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.add([node("z", TEXTS[5])])
-        monkeypatch.setattr(Model, "prefill", _not_called)
+        monkeypatch.setattr(model_class(), "prefill", _not_called)
         good, wide, none = (node(id_, TEXTS[0]) for id_ in "gwn")
         wide.embedding, none.embedding = [*VECTOR, 0.0], None
         for bad, error, match in (
@@ -258,13 +258,13 @@ class TestLlamaIndex:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """LlamaIndex deletes all nodes of a document that changed, and adds them again."""
-        computed, prefill = list[str](), Model.prefill
+        computed, prefill = list[str](), model_class().prefill
 
         def counted(model: Any, batch: Any, *rest: Any) -> Any:
             computed.extend(ref.text for ref in batch)
             return prefill(model, batch, *rest)
 
-        monkeypatch.setattr(Model, "prefill", counted)
+        monkeypatch.setattr(model_class(), "prefill", counted)
         steps: list[Any] = [SentenceSplitter(chunk_size=60, chunk_overlap=0)]
         steps += [] if "no transform" in way else [SamKVCacheTransform(engine=engine)]
         index = VectorStoreIndex.from_vector_store(

@@ -130,6 +130,7 @@ print(answer.text)
 """
 
 
+@pytest.mark.slow  # two processes that load a real model: 13 CPU seconds
 def test_two_processes_share_a_store(tmp_path: Path) -> None:
     begun = [
         subprocess.Popen(

@@ -118,6 +118,7 @@ def greedy(model: LlamaCppModel, ids: list[int], n_tokens: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # twenty answers, each twice: 11 CPU seconds
 def test_recompute_is_llama_cpps_own_greedy_answer() -> None:
     alone, model = smollm2(), smollm2()
     engine = Engine(model, method="recompute", prefix_bytes=0)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.llama_cpp import with_llama_cpp
 
 pytestmark = with_llama_cpp
@@ -122,10 +124,12 @@ def run(code: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow  # 8 CPU seconds
 def test_the_engine_and_both_frameworks_answer_from_caches(tmp_path: Path) -> None:
     run(IN_PYTHON, tmp_path)
 
 
+@pytest.mark.slow  # 14 CPU seconds
 def test_commands_ingest_ask_and_examine(tmp_path: Path) -> None:
     run(BY_COMMANDS, tmp_path)
 
