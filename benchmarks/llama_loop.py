@@ -8,7 +8,8 @@ llama_decode for the tokens of a prompt, and takes the most likely token after i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 
 import numpy as np
 
@@ -41,15 +42,18 @@ class LlamaLoop:
 
     def answer(self, ids: Sequence[int], new_tokens: int) -> list[int]:
         """The most likely tokens after a prompt, none of which ends the answer."""
+        return list(islice(self.tokens(ids), new_tokens))
+
+    def tokens(self, ids: Sequence[int]) -> Iterator[int]:
+        """The most likely tokens after a prompt, one after the other."""
         self._library.llama_memory_clear(self._memory, False)
         for start in range(0, len(ids), PART):
             part = ids[start : start + PART]
             self._decode(part, range(start, start + len(part)), [0] * len(part))
-        tokens = [self._most_likely()]
-        for position in range(len(ids), len(ids) + new_tokens - 1):
-            self._decode(tokens[-1:], [position], [0])
-            tokens.append(self._most_likely())
-        return tokens
+        for position in count(len(ids)):
+            token = self._most_likely()
+            yield token
+            self._decode([token], [position], [0])
 
     def read(self, prefix: Sequence[int], batches: Iterable[Sequence[Sequence[int]]]) -> None:
         """Decode the tokens of a prefix, and after it those of texts, a batch of them at once."""
