@@ -10,6 +10,7 @@ import typer
 import typer.core
 
 from benchmarks.models import use_threads_for
+from benchmarks.run_settings import run_of
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.formatting import Row
@@ -17,6 +18,7 @@ from samkv_integrations.cli.loading import words
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.methods import METHODS
 from samkv_integrations.runtimes import get_runtime
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.runtimes.transformers.loading import load_model
 
 TRUTH = "recompute"
@@ -72,6 +74,16 @@ def loaded_model(model: str, device: str, dtype: str, runtime: str = "transforme
         use_threads_for(model)
         return load_model(model, device=device, dtype=dtype)
     return get_runtime(runtime).load(model, n_threads=torch.get_num_threads(), n_ctx=2**15)
+
+
+def show_run(model: Runtime, columns: Sequence[str], rows: Sequence[Row], *, as_json: bool) -> None:
+    """Show the rows of a run, as a table or as JSON, with its command, commit and hardware."""
+    if as_json:
+        typer.echo(formatting.to_json("benchmarks", model.name, rows, run_of(model)))
+        return
+    cells = [[str(row[name]) for name in columns] for row in rows]
+    typer.echo(f"{run_of(model)}", err=True)
+    typer.echo(markdown_table(columns, cells))
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
