@@ -49,7 +49,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise PackageNotFoundError(name)
             return "1.0"
 
-        for module in (kind, errors):
+        for module in (binding, kind, errors):
             monkeypatch.setattr(module, "find_spec", found)
         monkeypatch.setattr(binding, "version", version)
 

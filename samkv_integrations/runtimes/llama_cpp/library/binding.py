@@ -203,10 +203,11 @@ class Binding:
 
 def installed() -> str | None:
     """The package that brings llama.cpp, without importing it; None if none is installed."""
-    for package in ("llama-cpp-python", "xllamacpp"):
+    for package, module in (("llama-cpp-python", "llama_cpp"), ("xllamacpp", "xllamacpp")):
         with suppress(PackageNotFoundError):
-            version(package)
-            return package
+            version(package)  # a folder of that name is found as a module, too
+            if find_spec(module) is not None:
+                return package
     return None
 
 
