@@ -19,6 +19,7 @@ from samkv_integrations.runtimes.base import (
     MOST_ROWS,
     Begun,
     ChunkLost,
+    EntriesLost,
     Logits,
     Observer,
     PromptPass,
@@ -252,6 +253,8 @@ class LlamaCppModel(LlamaText, Runtime):
         is_cached = origin == CACHED
         source = cast("Entries | None", work.held.entries)
         with self.context.lock, self.cells.used(source), ExitStack() as if_it_fails:
+            if source is not None and source.is_lost:  # to an answer of another scheduler
+                raise EntriesLost
             room = self.cells.reserve(int((origin != HELD).sum()) + work.capacity)
             if_it_fails.callback(room.close)
             entries = self.cells.new()
