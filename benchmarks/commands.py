@@ -81,9 +81,8 @@ def show_run(model: Runtime, columns: Sequence[str], rows: Sequence[Row], *, as_
     if as_json:
         typer.echo(formatting.to_json("benchmarks", model.name, rows, run_of(model)))
         return
-    cells = [[str(row[name]) for name in columns] for row in rows]
     typer.echo(f"{run_of(model)}", err=True)
-    typer.echo(markdown_table(columns, cells))
+    typer.echo(time_table(columns, rows))
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
