@@ -131,7 +131,8 @@ def measured(model: Runtime, batches: Sequence[Batch], folder: Path, repeats: in
         engines = Engine(model, ChunkStore(folder / f"kv{round_}")), Engine(model, MemoryStore())
         for batch in batches:
             caching = (partial(engine.cache_chunks, batch.texts) for engine in engines)
-            calls, of_batch = (batch.forward, *caching), [0.0] * 3
+            calls: list[Callable[[], object]] = [batch.forward, *caching]
+            of_batch = [0.0] * 3
             for at in order.sample(range(len(calls)), len(calls)):
                 of_batch[at] = seconds_of(model, calls[at])
             seconds.append(of_batch)

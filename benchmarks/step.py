@@ -56,7 +56,7 @@ def of_products(model: Model) -> Anchor:
     """The sum of the products."""
     multiply = products(model)
 
-    def spent(_: Sequence[int]) -> float:
+    def spent(ids: Sequence[int]) -> float:
         with torch.inference_mode():
             began = time.process_time()
             for _ in range(20):

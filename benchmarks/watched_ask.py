@@ -42,7 +42,7 @@ class Watch:
                 self.most[name] = max(self.most[name], 1024 * int(kilobytes))
             return found
 
-        LlamaContext.decode = watched  # type: ignore[method-assign]
+        LlamaContext.decode = watched  # type: ignore[method-assign, assignment]
 
 
 def watched_samkv() -> None:
@@ -54,7 +54,7 @@ def watched_samkv() -> None:
         watch.begin()
         submit(scheduler, answer)
 
-    Scheduler.submit = submitted  # type: ignore[method-assign]
+    Scheduler.submit = submitted  # type: ignore[method-assign, assignment]
     sys.argv = ["samkv", *arguments]
     try:
         main()
