@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import typer
 import typer.core
 
 from benchmarks.models import use_threads_for
+from benchmarks.pairs import Spread
 from benchmarks.run_settings import run_of
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.app import USER_ERROR
@@ -79,11 +81,14 @@ def loaded_model(model: str, device: str, dtype: str, runtime: str = "transforme
 def show_run(model: Runtime, columns: Sequence[str], rows: Sequence[Row], *, as_json: bool) -> None:
     """Show the rows of a run, as a table or as JSON, with its command, commit and hardware."""
     if as_json:
-        typer.echo(formatting.to_json("benchmarks", model.name, rows, run_of(model)))
+        plain = [
+            {name: asdict(each) if isinstance(each, Spread) else each for name, each in row.items()}
+            for row in rows
+        ]
+        typer.echo(formatting.to_json("benchmarks", model.name, plain, run_of(model)))
         return
-    cells = [[str(row[name]) for name in columns] for row in rows]
     typer.echo(f"{run_of(model)}", err=True)
-    typer.echo(markdown_table(columns, cells))
+    typer.echo(time_table(columns, rows))
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

@@ -8,7 +8,7 @@ llama_decode for the tokens of a prompt, and takes the most likely token after i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 
 import numpy as np
@@ -55,24 +55,27 @@ class LlamaLoop:
             yield token
             self._decode([token], [position], [0])
 
-    def read(self, prefix: Sequence[int], batches: Iterable[Sequence[Sequence[int]]]) -> None:
-        """Decode the tokens of a prefix, and after it those of texts, a batch of them at once."""
-        library, memory, n = self._library, self._memory, len(prefix)
-        library.llama_memory_clear(memory, False)
-        if n:
-            self._decode(prefix, range(n), [0] * n)
-        for texts in batches:
-            tokens, positions, sequences = list[int](), list[int](), list[int]()
-            for number, ids in enumerate(texts, start=1):
-                library.llama_memory_seq_cp(memory, 0, number, 0, n)
-                tokens += ids
-                positions += range(n, n + len(ids))
-                sequences += [number] * len(ids)
-            for start in range(0, len(tokens), PART):
-                part = slice(start, start + PART)
-                self._decode(tokens[part], positions[part], sequences[part])
-            for number in range(1, len(texts) + 1):
-                library.llama_memory_seq_rm(memory, number, -1, -1)
+    def begin(self, prefix: Sequence[int]) -> None:
+        """Decode the tokens before every text of `read`."""
+        self._library.llama_memory_clear(self._memory, False)
+        self._n_prefix = len(prefix)
+        if prefix:
+            self._decode(prefix, range(len(prefix)), [0] * len(prefix))
+
+    def read(self, texts: Sequence[Sequence[int]]) -> None:
+        """Decode the tokens of texts after the prefix, each in a sequence of its own."""
+        library, memory, n_prefix = self._library, self._memory, self._n_prefix
+        tokens, positions, sequences = list[int](), list[int](), list[int]()
+        for number, ids in enumerate(texts, start=1):
+            library.llama_memory_seq_cp(memory, 0, number, 0, n_prefix)
+            tokens += ids
+            positions += range(n_prefix, n_prefix + len(ids))
+            sequences += [number] * len(ids)
+        for start in range(0, len(tokens), PART):
+            part = slice(start, start + PART)
+            self._decode(tokens[part], positions[part], sequences[part])
+        for number in range(1, len(texts) + 1):
+            library.llama_memory_seq_rm(memory, number, -1, -1)
 
     def _decode(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]

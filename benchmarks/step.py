@@ -37,7 +37,8 @@ from samkv_integrations.store.disk import ChunkStore
 STEPS = 64
 CHUNKS = 4
 
-COLUMNS = ("context", "step, ms", "anchor", "anchor, ms", "step, of the anchor")
+COLUMNS = ("context", "step, ms", "anchor", "anchor, ms", "step, of the anchor",
+           "tokens a step")  # fmt: skip
 
 Anchor = Callable[[Sequence[int]], float]
 """CPU milliseconds of a step behind a prompt of these tokens."""
@@ -56,7 +57,7 @@ def of_products(model: Model) -> Anchor:
     """The sum of the products."""
     multiply = products(model)
 
-    def spent(_: Sequence[int]) -> float:
+    def spent(ids: Sequence[int]) -> float:
         with torch.inference_mode():
             began = time.process_time()
             for _ in range(20):
@@ -106,7 +107,13 @@ def step(
 def _row(model: Runtime, context: int, name: str, anchor: Anchor, rounds: int) -> Row:
     """Both ways over the same prompts, whose chunks are new in each round."""
     texts, order = Texts(model), random.Random(0)
-    mine, theirs = list[float](), list[float]()
+    mine, theirs, of_step = list[float](), list[float](), list[float]()
+
+    def ours() -> None:
+        spent, tokens_per_step = _ours(engine, prompt, chunks)
+        mine.append(spent)
+        of_step.append(tokens_per_step)
+
     for _ in range(rounds + 1):  # the first one warms up
         chunks = [texts.next(context // CHUNKS) for _ in range(CHUNKS)]
         prompt = rag_prompt("What is it about?", chunks, chat=model.has_chat_template)
@@ -115,23 +122,24 @@ def _row(model: Runtime, context: int, name: str, anchor: Anchor, rounds: int) -
             engine.cache_chunks(chunks)
             ids = model.tokenize_prompt(engine.render(prompt))
             if order.random() < 0.5:
-                mine.append(_ours(engine, prompt, chunks))
+                ours()
                 theirs.append(anchor(ids))
             else:
                 theirs.append(anchor(ids))
-                mine.append(_ours(engine, prompt, chunks))
+                ours()
     of_pairs = [one / other for one, other in zip(mine[1:], theirs[1:], strict=True)]
-    figures = context, spread(mine[1:]), name, spread(theirs[1:]), spread(of_pairs)
+    figures = context, spread(mine[1:]), name, spread(theirs[1:]), spread(of_pairs), max(of_step)
     return dict(zip(COLUMNS, figures, strict=True))
 
 
-def _ours(engine: Engine, prompt: Any, chunks: Sequence[str]) -> float:  # noqa: ANN401
-    """CPU milliseconds of a step of a streamed answer."""
+def _ours(engine: Engine, prompt: Any, chunks: Sequence[str]) -> tuple[float, float]:  # noqa: ANN401
+    """CPU milliseconds of a later token of a streamed answer, and tokens of a step, with drafts."""
     with engine.stream(prompt, chunks, method="reuse", max_new_tokens=STEPS + 1) as stream:
         began = time.process_time()
         for _ in stream:
             pass
-        return 1000 * (time.process_time() - began) / STEPS
+        spent = 1000 * (time.process_time() - began) / STEPS
+        return spent, stream.report.tokens_per_step
 
 
 app = command_line(step)
