@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import typer
 import typer.core
 
 from benchmarks.models import use_threads_for
+from benchmarks.pairs import Spread
+from benchmarks.run_settings import run_of
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.app import USER_ERROR
 from samkv_integrations.cli.formatting import Row
@@ -17,6 +20,7 @@ from samkv_integrations.cli.loading import words
 from samkv_integrations.errors import InvalidOption, SamkvError
 from samkv_integrations.methods import METHODS
 from samkv_integrations.runtimes import get_runtime
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.runtimes.transformers.loading import load_model
 
 TRUTH = "recompute"
@@ -72,6 +76,19 @@ def loaded_model(model: str, device: str, dtype: str, runtime: str = "transforme
         use_threads_for(model)
         return load_model(model, device=device, dtype=dtype)
     return get_runtime(runtime).load(model, n_threads=torch.get_num_threads(), n_ctx=2**15)
+
+
+def show_run(model: Runtime, columns: Sequence[str], rows: Sequence[Row], *, as_json: bool) -> None:
+    """Show the rows of a run, as a table or as JSON, with its command, commit and hardware."""
+    if as_json:
+        plain = [
+            {name: asdict(each) if isinstance(each, Spread) else each for name, each in row.items()}
+            for row in rows
+        ]
+        typer.echo(formatting.to_json("benchmarks", model.name, plain, run_of(model)))
+        return
+    typer.echo(f"{run_of(model)}", err=True)
+    typer.echo(time_table(columns, rows))
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:

@@ -1,4 +1,7 @@
-"""Time to first token, bytes and memory of every method, and the floors under its time."""
+"""Time to first token, bytes and memory of every method, and the floors under its time.
+
+With ``--runtime llama_cpp``: first tokens beside llama.cpp's own, see `benchmarks.first_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,18 @@ from typing import Literal
 import torch
 import typer
 
-from benchmarks import disk, models
+from benchmarks import disk, first_tokens, models
 from benchmarks import options as own
-from benchmarks.commands import TRUTH, command_line, counts, method_names, shares, time_table
+from benchmarks.commands import (
+    TRUTH,
+    command_line,
+    counts,
+    loaded_model,
+    method_names,
+    shares,
+    show_run,
+    time_table,
+)
 from benchmarks.memory import Peak, peak_of
 from benchmarks.models import Words, device_name
 from samkv_integrations.cli import arguments as args
@@ -410,6 +422,8 @@ _COLUMNS = (
 
 
 def latency(
+    model: own.TimedModel = None, runtime: own.OfRuntime = "transformers",
+    questions: own.TimedQuestions = None, data: own.TimedData = None,
     shape: own.Shape = "qwen2.5-0.5b", layers: own.Layers = None, dtype: args.Dtype = "auto",
     device: own.ShapeDevice = "cpu", chunks: own.Chunks = "8",
     chunk_tokens: own.ChunkTokens = "512", uncached: own.Uncached = "0",
@@ -418,6 +432,13 @@ def latency(
     methods: own.AllMethods = "all", folder: own.BenchFolder = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Time, bytes and memory of a first token, with every combination of the lists given."""
+    if runtime == "llama_cpp":
+        asked = first_tokens.asked_of(questions or (), data, repeats)
+        loaded = loaded_model(model or "smollm2", device, dtype, runtime)
+        names = ["reuse", "auto"] if methods == "all" else method_names(methods)
+        found = list(first_tokens.rows_of(loaded, asked, names))
+        show_run(loaded, first_tokens.COLUMNS, found, as_json=as_json)
+        return
     config = LatencyConfig(
         shape=shape, layers=layers, dtype=dtype, device=device, new_tokens=new_tokens,
         n_chunks=tuple(counts("--chunks", chunks)),

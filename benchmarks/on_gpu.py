@@ -176,7 +176,8 @@ def ingest_over_forward(run: Run) -> Iterator[Row]:
     for n_chunks, chunk_tokens in run.cells:
         texts = ingest.texts_of(run.model, 2 * n_chunks, chunk_tokens)
         folder = run.folder / f"ingest{chunk_tokens}"
-        found = ingest.measured(run.model, texts, folder, min(2, run.rounds))
+        batches = ingest.forwards_of_transformers(run.model, texts)
+        found = ingest.measured(run.model, batches, folder, min(2, run.rounds))
         yield {"chunks": len(texts), "chunk_tokens": chunk_tokens, **found}
 
 

@@ -36,6 +36,20 @@ PageCache = Annotated[
 NewTokens = Annotated[int, typer.Option(help="Tokens of an answer; from 2 on their rate.")]
 Memory = Annotated[bool, typer.Option(help="Measure memory, in one more round.")]
 
+# -- of the benches beside llama.cpp --------------------------------------------------------------
+OfRuntime = Annotated[
+    str, typer.Option("--runtime", help="What runs the model: transformers or llama_cpp.")
+]
+TimedModel = Annotated[str | None, typer.Option("--model", help="GGUF file or 'smollm2'.")]
+TimedQuestions = Annotated[
+    list[str] | None,
+    typer.Option("--questions", help="FILE[@FORM][:FIRST-LAST], --repeats of each kind."),
+]
+TimedData = Annotated[
+    Path | None,
+    typer.Option("--data", help="A folder of hotpotqa.jsonl and the others: standard questions."),
+]
+
 # -- of the bench of a server -------------------------------------------------------------------
 ServedModel = Annotated[
     str, typer.Option("--model", help="Hub id, folder, GGUF file, 'smollm2' or 'builtin'.")

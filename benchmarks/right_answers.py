@@ -2,8 +2,9 @@
 
     python -m benchmarks right_answers --model MODEL --data FOLDER --output RUN
 
-A run that was interrupted goes on. First-token times are CPU seconds, so that other work on the
-machine counts little; run it with OMP_NUM_THREADS=1.
+A run that was interrupted goes on. First tokens are timed in CPU seconds, which other work on the
+machine changes little on one thread (OMP_NUM_THREADS=1), and in wall seconds, which a user waits;
+on all cores of an idle machine (OMP_NUM_THREADS unset) these show what threads gain.
 """
 
 from __future__ import annotations
@@ -135,9 +136,11 @@ class _Answer:
     """One answer while it is decoded."""
 
     def __init__(self, label: str, request: Request) -> None:
-        self.label, self.model, began = label, request.model, time.process_time()
+        self.label, self.model = label, request.model
+        began, began_wall = time.process_time(), time.perf_counter()
         first = first_token(request, Observer())
         self.first_s = time.process_time() - began
+        self.first_wall_s = time.perf_counter() - began_wall
         self.report, self.logits = first.report, _tensor(self.model.stacked([first.logits]))[0]
         self.sampler = self.model.sampler(request.resolved.token_ids, Sampling.of(), None)
         self.sequence = first.sequence
@@ -156,7 +159,8 @@ class _Answer:
             "id": asked.question.id, "label": self.label, "kind": asked.kind,
             "half": asked.half, "can_be_copied": asked.can_be_copied, "text": self.text,
             "right": is_right(self.text, asked.question.answers),
-            "first_s": round(self.first_s, 4),
+            "first_s": round(self.first_s, 4), "first_wall_s": round(self.first_wall_s, 4),
+            "threads": self.model.n_threads(),
             "decode_s": round(self.decode_s, 4) if self.is_whole else None,
             "tokens": len(self.tokens), "prompt_tokens": report.prompt_tokens,
             "recomputed": round(report.recompute_ratio, 4), "commit": commit(),

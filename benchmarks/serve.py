@@ -2,6 +2,10 @@
 
 python -m benchmarks serve --shape qwen2.5-0.5b --layers 6 --concurrency 8
 python -m benchmarks serve --model builtin --questions long --concurrency 1,4,8
+python -m benchmarks serve --model FILE.gguf --runtime llama_cpp --concurrency 1,4
+
+With ``--runtime llama_cpp`` the last row is llama.cpp's own loop (`benchmarks.llama_loop`), which
+answers the first prompts one after the other, in as many threads, once the server has ended.
 """
 
 from __future__ import annotations
@@ -20,19 +24,30 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 import httpx
 import numpy as np
+import torch
 import typer
 
 from benchmarks import models
 from benchmarks import options as own
-from benchmarks.commands import TRUTH, command_line, counts, method_names, time_table
+from benchmarks.commands import (
+    TRUTH,
+    command_line,
+    counts,
+    loaded_model,
+    method_names,
+    time_table,
+)
 from benchmarks.datasets import load
+from benchmarks.first_tokens import LOOP
 from benchmarks.latency import check_folder
+from benchmarks.llama_loop import LlamaLoop
 from benchmarks.run_settings import machine
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting
@@ -52,7 +67,8 @@ TEXTS_A_REQUEST = 8
 
 
 def serve(
-    model: own.ServedModel = models.BUILTIN, shape: own.ServedShape = None,
+    model: own.ServedModel = models.BUILTIN, runtime: own.OfRuntime = "transformers",
+    shape: own.ServedShape = None,
     layers: own.Layers = None, dtype: args.Dtype = "auto", device: args.Device = "auto",
     questions: own.ServedQuestions = "short", chunks: own.PromptChunks = 8,
     chunk_tokens: own.PromptChunkTokens = 512, methods: own.AllMethods = "auto,recompute",
@@ -62,6 +78,8 @@ def serve(
 ) -> None:  # fmt: skip
     """Throughput and latencies of a server under load, methods side by side."""
     check_folder(folder)
+    if runtime == "llama_cpp" and shape is not None:
+        raise InvalidOption(f"shape={shape!r} with runtime={runtime!r}; give --model FILE.gguf")
     labels = [get_method(name).name for name in method_names(methods)]
     clients = counts("--concurrency", concurrency)
     models.use_threads_for(shape or model)
@@ -78,12 +96,15 @@ def serve(
             model = str(Path(place) / "model") if shape != models.BUILTIN else shape
             cached, prompts = random_prompts(saved, chunks, chunk_tokens, n_prompts)
         options = ("--model", model, "--dir", str(Path(place) / "served"), "--device", device,
-                   "--dtype", dtype)  # fmt: skip
+                   "--dtype", dtype, "--runtime", runtime,
+                   "--n-threads", str(torch.get_num_threads()))  # fmt: skip
         with serving(options) as url:
             rows = asyncio.run(
                 measured(url, cached, prompts, labels, clients, requests, rounds, max_tokens,
                          timeout)
             )  # fmt: skip
+    if runtime == "llama_cpp":
+        rows.append(of_loop(model, prompts[1 : 1 + requests], max_tokens, rows))
     if as_json:
         more = {"hardware": machine(), "commit": formatting.commit()}
         typer.echo(formatting.to_json("benchmarks serve", shape or model, rows, more))
@@ -92,6 +113,26 @@ def serve(
     for row in rows:
         typer.echo(f"{row['label']}, {row['concurrency']} clients: ran {row['ran']}; "
                    f"errors {row['errors'] or 'none'}")  # fmt: skip
+
+
+def of_loop(model: str, prompts: Sequence[Any], max_tokens: int, rows: Sequence[Row]) -> Row:
+    """The row of llama.cpp's own loop, which reads each prompt from its beginning."""
+    loaded = loaded_model(model, "auto", "auto", "llama_cpp")
+    loop, outcomes, began = LlamaLoop(loaded), list[Row](), time.perf_counter()
+    for prompt in prompts:
+        asked, moments = time.perf_counter(), list[float]()
+        for _ in islice(loop.tokens(loaded.tokenize(prompt, special=False)), max_tokens):
+            moments.append(time.perf_counter())
+        n_later = len(moments) - 1
+        outcomes.append({
+            "error": None, "ttft_s": moments[0] - asked, "wait_s": 0.0, "ran": "llama.cpp",
+            "token_s": (moments[-1] - moments[0]) / n_later if n_later else None,
+            "completion_tokens": len(moments), "prompt_tokens": None, "cached_tokens": None,
+        })  # fmt: skip
+    seconds = {LOOP: time.perf_counter() - began}
+    (row,) = rows_of({LOOP: outcomes}, seconds, 1)
+    full = [each["ttft_p50_s"] for each in rows if each["label"] == TRUTH]
+    return row | {"ttft_ratio": row["ttft_p50_s"] / full[0] if full and full[0] else None}
 
 
 def random_weights(

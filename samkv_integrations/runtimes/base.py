@@ -46,6 +46,10 @@ class ChunkLost(Exception):
         self.chunk, self.miss = chunk, miss
 
 
+class EntriesLost(Exception):
+    """Kept entries that a prompt was to go on from were freed for another answer meanwhile."""
+
+
 # -- a prompt's pass ------------------------------------------------------------------------------
 
 
@@ -353,6 +357,7 @@ class Runtime(ModelText):
 
         Raises:
             ChunkLost: a cache cannot be read.
+            EntriesLost: the entries of the cached prefix are gone.
             OutOfMemory: the device has no memory for it.
         """
 

@@ -18,6 +18,7 @@ from samkv_integrations.report import Report
 from samkv_integrations.runtimes.base import (
     Begun,
     ChunkLost,
+    EntriesLost,
     FirstEntries,
     Logits,
     Observer,
@@ -44,7 +45,8 @@ class FirstToken:
 def first_token(request: Request, observer: Observer) -> FirstToken:
     """Compute a prompt's pass, for the first token. To be called in the model's thread.
 
-    If a cache fails while it is read, it becomes a miss, and the request starts again without it.
+    If a cache fails while it is read, it becomes a miss, and the request starts again without it;
+    likewise if kept entries are gone that it was to go on from.
     If the device runs out of memory, hot chunks and kept sequences are freed, and the request
     starts once more.
 
@@ -60,6 +62,8 @@ def first_token(request: Request, observer: Observer) -> FirstToken:
             return _first_token(request, observer)
         except ChunkLost as lost:
             request.resolved.lose(lost.chunk, lost.miss)
+        except EntriesLost:
+            continue
         except OutOfMemory:
             request.free_memory()
             if is_last:

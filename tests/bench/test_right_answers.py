@@ -50,10 +50,14 @@ def test_every_question_counts_for_every_method(tmp_path: Path) -> None:
     assert [row["can_be_copied"] for row in rows[::3]] == [True, False, True]
     full, reuse, epic = summarise(rows, labels)
     assert full["questions"] == 3 and full["first"] == 1.0 and full["lost"] == full["won"] == 0
+    assert full["wall"] == 1.0 and all(row["first_wall_s"] > 0 and row["threads"] for row in rows)
     assert full["kl_first"] == 0 < reuse["kl_first"]
     assert reuse["recomputed"] == 0 < epic["recomputed"]
     (plain,) = summarise(rows, [TRUTH, "reuse"])[1:]
     assert plain["label"] == "reuse"
+    for row in rows:
+        del row["first_wall_s"]  # as in rows of earlier commits
+    assert summarise(rows, labels)[1]["wall"] is None
     assert f"| reuse | {reuse['right']} of 3 |" in shown
 
 

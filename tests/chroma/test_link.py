@@ -190,7 +190,7 @@ class TestHashingEmbedding:
     ("module", "use"),
     [
         ("chromadb", lambda: open_collection("nowhere", "town", create=True)),
-        ("sklearn.feature_extraction.text", HashingEmbedding),
+        ("mmh3", HashingEmbedding),
     ],
 )
 def test_missing_package_names_the_extra(

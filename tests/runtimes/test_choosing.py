@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
         def found(name: str) -> str | None:
             return name if name in packages else None
 
+        def version(name: str) -> str:
+            if name.replace("llama-cpp-python", "llama_cpp") not in packages:
+                raise PackageNotFoundError(name)
+            return "1.0"
+
         for module in (binding, kind, errors):
             monkeypatch.setattr(module, "find_spec", found)
+        monkeypatch.setattr(binding, "version", version)
 
     return install
 

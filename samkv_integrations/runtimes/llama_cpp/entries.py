@@ -81,7 +81,7 @@ class EntryCodec:
             return np.concatenate(sides, axis=2), no_range
         wide_keys = self._floats(keys, self.k_dim)
         rotation.rotate(wide_keys, -positions)
-        wide_keys = wide_keys @ _hadamard(self.k_dim)
+        wide_keys = _transformed(wide_keys)
         wide_values = self._floats(values, self.v_dim)
         if not (np.isfinite(wide_keys).all() and np.isfinite(wide_values).all()):
             raise _not_finite()
@@ -146,7 +146,7 @@ class EntryCodec:
             wide = self._unpacked(chosen[..., :split], self.k_dim)
             wide *= scale
             wide += offset
-            wide = wide @ _hadamard(self.k_dim)
+            wide = _transformed(wide)
             rotation.rotate(wide, positions)
             ranges = np.ascontiguousarray(chosen[..., end:]).view(np.float16).astype(np.float32)
             of_values = self._unpacked(chosen[..., split:end], self.v_dim)
@@ -165,6 +165,12 @@ class EntryCodec:
 def _rows(wide: Floats) -> Bytes:
     """(L, T, G, D) -> (L, T, bytes) of F16."""
     return wide.astype(np.float16).reshape(*wide.shape[:2], -1).view(np.uint8)
+
+
+def _transformed(keys: Floats) -> Floats:
+    """Keys (..., D) after the transform of each head."""
+    dim = keys.shape[-1]
+    return (keys.reshape(-1, dim) @ _hadamard(dim)).reshape(keys.shape)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,10 @@ def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
 
 
 def test_without_a_package_the_extra_is_named(file: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(binding, "find_spec", lambda name: None)
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(binding, "version", version)
     monkeypatch.setattr("samkv_integrations.runtimes.llama_cpp.loading.load_binding",
                         load_binding.__wrapped__)  # fmt: skip
     with pytest.raises(MissingExtra, match=r"'\.\[llama-cpp\]'"):

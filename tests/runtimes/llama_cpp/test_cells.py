@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import cast
 
 import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import OutOfMemory
 from samkv_integrations.options import AnswerSettings
-from samkv_integrations.runtimes.base import Observer
-from samkv_integrations.runtimes.llama_cpp.cells import Cells
+from samkv_integrations.runtimes.base import Begun, Observer, PromptPass
+from samkv_integrations.runtimes.llama_cpp.cells import Cells, Entries
 from samkv_integrations.runtimes.llama_cpp.runtime import LlamaCppModel
 from samkv_integrations.serving.answers import Abandoned
 from samkv_integrations.serving.first_token import first_token
@@ -70,6 +71,27 @@ def test_an_old_conversation_makes_room_and_is_computed_again(model: LlamaCppMod
         engine.generate(f"{number} {PROMPT}", max_new_tokens=8)
     again = engine.generate(PROMPT, max_new_tokens=8)
     assert (again.report.prefix_tokens, again.text) == (0, first.text)
+
+
+def test_a_conversation_that_is_lost_at_the_last_moment_is_computed(
+    model: LlamaCppModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an answer of another engine, in another thread."""
+    engine = Engine(model, method="recompute", prefix="none")
+    first = engine.generate(PROMPT, max_new_tokens=8)
+    begin, n_calls = model.begin, 0
+
+    def begin_late(work: PromptPass, observer: Observer) -> Begun:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 1:
+            assert work.held.entries is not None
+            model.cells.drop(cast("Entries", work.held.entries))
+        return begin(work, observer)
+
+    monkeypatch.setattr(model, "begin", begin_late)
+    again = engine.generate(PROMPT, max_new_tokens=8)
+    assert (again.text, again.report.prefix_tokens, n_calls) == (first.text, 0, 2)
 
 
 def test_more_sequences_than_there_are(model: LlamaCppModel) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import (
     CDLL,
     CFUNCTYPE,
@@ -28,7 +28,7 @@ from ctypes import (
 )  # fmt: skip
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,8 +204,10 @@ class Binding:
 def installed() -> str | None:
     """The package that brings llama.cpp, without importing it; None if none is installed."""
     for package, module in (("llama-cpp-python", "llama_cpp"), ("xllamacpp", "xllamacpp")):
-        if find_spec(module) is not None:
-            return package
+        with suppress(PackageNotFoundError):
+            version(package)  # a folder of that name is found as a module, too
+            if find_spec(module) is not None:
+                return package
     return None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from samkv_integrations.runtimes.transformers.model.attention import Attend
+from samkv_integrations.runtimes.transformers.model.threads import on_all_threads
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose layers `run` computes."""
@@ -87,7 +88,8 @@ def run(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) ->
 
 def _product(linear: Any, rows: Tensor) -> Tensor:  # noqa: ANN401
     """(R, n) -> (R, m)."""
-    return linear(rows[None])[0]  # type: ignore[no-any-return]  # AWQ needs two axes of tokens
+    product: Tensor = on_all_threads(lambda: linear(rows[None]))  # AWQ needs two axes of tokens
+    return product[0]
 
 
 @lru_cache(maxsize=1)

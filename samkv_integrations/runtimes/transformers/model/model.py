@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from samkv_integrations.runtimes.transformers.model.families import (
     windows_of,
 )
 from samkv_integrations.runtimes.transformers.model.identity import Identity, kind_of
+from samkv_integrations.runtimes.transformers.model.threads import on_all_threads
 
 
 class LayeredModel(ModelText):
@@ -296,12 +297,15 @@ class LayeredModel(ModelText):
         layer = self._decoder.layers[index]
         if len(hidden) == 1 and is_plain(self.config, layer):
             return run(layer, hidden, cos, sin, attend)
-        output: Tensor = layer(
-            hidden,
-            attention_mask=None,
-            position_ids=None,
-            position_embeddings=(cos[None], sin[None]),
-            attend=attend,
+        output: Tensor = on_all_threads(
+            partial(
+                layer,
+                hidden,
+                attention_mask=None,
+                position_ids=None,
+                position_embeddings=(cos[None], sin[None]),
+                attend=attend,
+            )
         )
         return output
 
@@ -352,9 +356,11 @@ class LayeredModel(ModelText):
         mask: Tensor | None, causal: bool, *, may_round: bool = False,
     ) -> Tensor:  # fmt: skip
         """`attention` as a layer computes it, with the model's bound of scores and its sinks."""
-        return attention(
-            query, key, value, scaling, mask, causal, score_cap=self.score_cap,
-            sinks=self.sinks(layer), may_round=may_round,
+        return on_all_threads(
+            partial(
+                attention, query, key, value, scaling, mask, causal, score_cap=self.score_cap,
+                sinks=self.sinks(layer), may_round=may_round,
+            )
         )  # fmt: skip
 
     def sinks(self, layer: int) -> Tensor | None:

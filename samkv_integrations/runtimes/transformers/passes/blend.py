@@ -15,6 +15,10 @@ from torch import Tensor
 from samkv_integrations.methods.base import Method
 from samkv_integrations.runtimes.transformers.model.families import Rotation
 from samkv_integrations.runtimes.transformers.model.model import LayeredModel
+from samkv_integrations.runtimes.transformers.model.threads import (
+    on_all_threads,
+    small_operations_on_one_thread,
+)
 from samkv_integrations.runtimes.transformers.passes.loader import CachedEntries
 from samkv_integrations.runtimes.transformers.passes.pass_plan import LayerPlan, PassPlan
 from samkv_integrations.runtimes.transformers.passes.pause import Pause, no_pause
@@ -102,7 +106,8 @@ class Blend:
                 turns[kind] = cos[computed.positions], sin[computed.positions]
             if computed.rows_before is not None:
                 hidden = hidden.to(computed.positions.device).index_select(1, computed.rows_before)
-            hidden = self.model.layer(layer, hidden, *turns[kind], attend)
+            with small_operations_on_one_thread(hidden):
+                hidden = self.model.layer(layer, hidden, *turns[kind], attend)
         return hidden[:, : layers[-1].computed.n_tokens]
 
     def _attend(
@@ -126,11 +131,14 @@ class Blend:
                 computed=(computed[0][:n_computed], computed[1][:n_computed]),
                 keys=keys[:n_entries], scaling=scaling, mask=shown,
             )  # fmt: skip
-            if (later := observe(observed)) is not None:
+            if (later := on_all_threads(partial(observe, observed))) is not None:
                 layers[layer + 1 :] = later.layers[layer + 1 :]
         if self.method.attend is not None:
             as_rows = (as_heads(keys[:n_entries]), as_heads(values[:n_entries]))
-            output = self.method.attend(queries, *as_rows, scaling, shown, plan.is_context)
+            attend = self.method.attend
+            output = on_all_threads(
+                partial(attend, queries, *as_rows, scaling, shown, plan.is_context)
+            )
             output = F.pad(output, (0, 0, 0, query.shape[2] - n_computed))
         else:
             as_rows = (as_heads(keys[: plan.n_padded]), as_heads(values[: plan.n_padded]))
