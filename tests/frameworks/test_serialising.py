@@ -19,6 +19,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.errors import InvalidOption, UnknownOption
 from samkv_integrations.runtimes.transformers.loading import load_model
 from tests.support.records import TEXTS, builtin
+from tests.support.tested_runtime import of_transformers_alone
 
 TEXT = TEXTS[0]
 LLMS = (SamKVLLM, ChatSamKV, SamKV)
@@ -73,6 +74,7 @@ class TestNamespace:
         with pytest.raises(InvalidOption, match="namespace=7: Input should be a valid string"):
             kind(engine=engine, namespace=7)
 
+    @of_transformers_alone  # the name that is written means one of its models
     def test_is_written_and_read(self, kv: Path) -> None:
         """Without it the LLM that came back looked into another tenant's caches."""
         llm = SamKVLLM(engine=engine_of(kv, namespace="tenant"))

@@ -12,6 +12,7 @@ from samkv_integrations.frameworks.tool_calls import ToolCall, ToolUse, form_of,
 from samkv_integrations.prompt.quoting import Chat
 from tests.support.models import tiny_model
 from tests.support.records import builtin
+from tests.support.tested_runtime import of_transformers_alone
 from tests.support.tools import tool_model
 
 TOWN = {
@@ -73,6 +74,7 @@ def test_the_prompt_tells_of_the_tools() -> None:
             tiny_model().render_chat(chat)
 
 
+@of_transformers_alone
 def test_names_of_special_tokens_are_text_in_tools_and_what_they_return() -> None:
     """A document that a tool returns must not end the turn, nor must an argument's name."""
     name = "<|end|>"
