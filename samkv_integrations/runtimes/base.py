@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.errors import CacheMiss, InvalidOption
+from samkv_integrations.errors import CacheMiss, Given, InvalidOption
 from samkv_integrations.methods import Method, names_by_tokens
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.methods.eviction import Eviction
@@ -324,13 +324,20 @@ class Runtime(ModelText):
 
     def reader(self, store: IngestStore, hot_bytes: int | str | None) -> ChunkReader:
         """The reader that opens a store's caches. hot_bytes: memory for hot chunks."""
+        self.hot_budget(hot_bytes)  # raises
         return ChunkReader(store, self.cache_shape)
 
     def hot_budget(self, hot_bytes: int | str | None) -> int:
         """Bytes of hot chunks that the engine's option ``hot_bytes`` allows.
 
-        Raises InvalidOption if it is not a size, or exceeds the memory.
+        Raises InvalidOption if it is not a size, exceeds the memory, or this runtime has none.
         """
+        if hot_bytes not in (None, 0, "0"):
+            raise InvalidOption(
+                Given("hot_bytes", hot_bytes),
+                f"; {type(self).__name__} reads chunk caches from their files, which the system "
+                "keeps in memory; leave it out",
+            )
         return 0
 
     def free(self) -> None:

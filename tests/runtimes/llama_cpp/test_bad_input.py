@@ -90,6 +90,11 @@ def test_a_prompt_that_needs_more_cells_says_how_to_get_them(file: Path) -> None
         engine.generate("A prompt.", max_new_tokens=256)
 
 
+def test_hot_chunks_are_for_transformers(file: Path) -> None:
+    with pytest.raises(InvalidOption, match="hot_bytes='1 GB'.*leave it out"):
+        Engine.from_pretrained(str(file), hot_bytes="1 GB")
+
+
 def test_caches_of_another_runtime_are_told_with_its_name(file: Path, tmp_path: Path) -> None:
     store = ChunkStore(tmp_path / "kv")
     by_transformers = Engine.from_pretrained(str(file), store, runtime="transformers")
