@@ -391,10 +391,10 @@ class Engine:
         cache are computed as text.
         """
         n_known = self.model.n_vocabulary
-        if unknown := [token for token in follow if not 0 <= token < n_known]:
+        if unknown := [t for t in follow if type(t) is not int or not 0 <= t < n_known]:
             raise InvalidOption(
-                f"follow holds {unknown[0]}; each item must be a token id of {self.model.name!r}, "
-                f"0 to {n_known - 1}"
+                f"follow holds {unknown[0]!r}; each item must be a token id of "
+                f"{self.model.name!r}, 0 to {n_known - 1}"
             )
         settings = AnswerSettings.of(method=method, eviction=eviction, on_miss="text")
 

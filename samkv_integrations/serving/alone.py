@@ -43,5 +43,5 @@ def force(request: Request, follow: Sequence[int]) -> tuple[Any, Report]:
     found = [first.logits]
     with closing(first.sequence):
         for token in follow:
-            found += request.model.decode([first.sequence], [[token]])[0]
+            found.extend(request.model.decode([first.sequence], [[token]])[0])
     return request.model.stacked(found), first.report

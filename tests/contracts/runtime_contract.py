@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
@@ -79,6 +80,13 @@ class RuntimeContract:
         ids = [engine.model.tokenize(text, special=False) for text in TEXTS]
         assert report.recompute_ratio == 0
         assert report.cached_tokens >= sum(map(len, ids)) - 4 * len(TEXTS)  # edges may merge
+
+    def test_logits_follow_given_tokens(self, engine: Engine) -> None:
+        follow = engine.model.tokenize(" the", special=False)[:1] * 2
+        found = np.asarray(engine.logits(PROMPT, follow=follow))
+        first = np.asarray(engine.logits(PROMPT))
+        assert found.shape == (3, first.shape[1])
+        assert found[0].argmax() == first[0].argmax()
 
     def test_a_conversation_goes_on_from_memory(self) -> None:
         engine = Engine(self.runtime(), method="recompute")

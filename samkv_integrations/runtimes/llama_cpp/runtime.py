@@ -365,6 +365,7 @@ class LlamaCppModel(LlamaText, Runtime):
     ) -> NDArray[np.float32] | None:  # fmt: skip
         """Decode tokens in parts, with a pause between; the last one's logits."""
         logits, size = None, N_UBATCH if self.context.is_on_card else PART_ON_CPU
+        size = min(size, self.context.most_tokens)
         for start in range(0, len(tokens), size):
             if start:
                 pause()
@@ -397,16 +398,18 @@ class LlamaCppModel(LlamaText, Runtime):
     ) -> list[NDArray[np.float32]]:
         """One call of llama_decode for several answers."""
         ids, positions, owners = list[int](), list[int](), list[int]()
-        for sequence, tokens in batch:
-            ids += tokens
-            positions += range(sequence.n_tokens, sequence.n_tokens + len(tokens))
-            owners += [sequence.own.id] * len(tokens)
-            sequence.grow(len(tokens))
+        grown = list[tuple[LlamaSequence, int]]()
         try:
+            for sequence, tokens in batch:
+                ids += tokens
+                positions += range(sequence.n_tokens, sequence.n_tokens + len(tokens))
+                owners += [sequence.own.id] * len(tokens)
+                sequence.grow(len(tokens))
+                grown.append((sequence, len(tokens)))
             logits = self.context.decode(ids, positions, owners, range(len(ids)))
         except BaseException:
-            for sequence, tokens in batch:
-                sequence.rewind(len(tokens))
+            for sequence, n_tokens in grown:
+                sequence.rewind(n_tokens)
             raise
         ends = np.cumsum([len(tokens) for _, tokens in batch])
         return np.split(logits, ends[:-1])
@@ -463,7 +466,8 @@ class LlamaCppModel(LlamaText, Runtime):
 
     def measure_costs(self, fingerprint: Fingerprint) -> CostModel:
         return self._tried(
-            lambda number: costs.measured(self.context, number, self.n_layers), N_UBATCH
+            lambda number: costs.measured(self.context, number, self.n_layers),
+            min(N_UBATCH, self.context.n_cells // 2),
         )
 
 

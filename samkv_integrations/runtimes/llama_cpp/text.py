@@ -255,10 +255,10 @@ def _is_of_a_kind(text: str) -> bool:
     """Whether one match may have all of a text; most texts differ after some characters."""
     first = ""
     for character in text:
+        if category(character)[0] in "MC" and character not in "\t\n\v\f\r":
+            continue  # accents and control characters, which may be in any match
         if character.isspace():
             kind = "space"
-        elif category(character)[0] in "MC":  # accents and control characters, in any match
-            continue
         else:
             kind = "word" if character.isalnum() else "sign"
         if (first := first or kind) != kind:

@@ -143,6 +143,15 @@ def test_a_prompt_that_is_abandoned_leaves_no_cells(model: LlamaCppModel) -> Non
     assert engine.generate(PROMPT, max_new_tokens=4).report.reused == len(TEXTS)
 
 
+@pytest.mark.parametrize("n_ctx", [1, 100, 127, 300])
+def test_few_cells_are_rounded_up(n_ctx: int) -> None:
+    model = tiny("llama", n_ctx=n_ctx)
+    assert model.context_window == -(-n_ctx // 256) * 256
+    engine = Engine(model, method="recompute", prefix="none")
+    assert engine.generate("b" * 130, max_new_tokens=3).report.prompt_tokens >= 130
+    engine.calibrate()
+
+
 def test_running_answers_that_leave_no_cells_are_told(model: LlamaCppModel) -> None:
     engine = Engine(model, method="recompute", prefix_bytes=0, prefix="none")
     with engine.resolve(PROMPT) as resolved:

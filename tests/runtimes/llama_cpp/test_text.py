@@ -224,7 +224,9 @@ def test_sentencepiece_may_add_no_space(tmp_path: Path) -> None:
     assert mine.detokenize(ids) == " hello hello"
 
 
-@pytest.mark.parametrize("run", [" ", "a", "-", "1", "e\u0301", "-\u0301", "\u0e01\u0e34"])
+@pytest.mark.parametrize(
+    "run", [" ", "a", "-", "1", "e\u0301", "-\u0301", "\u0e01\u0e34", "!\x1c", "a\x1c"]
+)
 def test_a_long_run_of_a_kind_does_not_end_the_process(run: str, tmp_path: Path) -> None:
     """Some vocabularies are split by regular expressions that take 300 bytes a character."""
     mine = byte_level(tmp_path / "run.gguf", pre="gpt-4o")

@@ -153,6 +153,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     # a context
     "llama_free": (None, (_CONTEXT,)),
     "llama_n_ctx": (c_uint32, (_CONTEXT,)),
+    "llama_n_batch": (c_uint32, (_CONTEXT,)),
     "llama_n_seq_max": (c_uint32, (_CONTEXT,)),
     "llama_get_memory": (_MEMORY, (_CONTEXT,)),
     "llama_memory_clear": (None, (_MEMORY, c_bool)),

@@ -32,6 +32,9 @@ N_BATCH = 2048
 N_UBATCH = 512
 """Tokens that llama.cpp computes at once."""
 
+CELLS = 256
+"""llama.cpp has a multiple of so many cells."""
+
 MOST_SEQUENCES = 64
 """Limit of sequences in the cells. llama.cpp allocates logits for each."""
 
@@ -51,8 +54,8 @@ class LlamaContext:
             differ from their defaults.
 
     model, vocabulary: pointers of llama.cpp. n_cells: tokens whose entries have room, in all
-    sequences together. n_vocabulary: tokens that the model knows. is_on_card: whether layers run on
-    a graphics card.
+    sequences together. most_tokens: of one decode. n_vocabulary: tokens that the model knows.
+    is_on_card: whether layers run on a graphics card.
 
     Raises:
         ModelNotFound: llama.cpp cannot load the file.
@@ -86,6 +89,7 @@ class LlamaContext:
         weakref.finalize(self, self._library.llama_free, self._context).atexit = False
         self._memory = self._library.llama_get_memory(self._context)
         self.n_cells = int(self._library.llama_n_ctx(self._context))
+        self.most_tokens = int(self._library.llama_n_batch(self._context))
         self.most_sequences = int(self._library.llama_n_seq_max(self._context))
         self.n_threads = 0
 
@@ -156,6 +160,8 @@ class LlamaContext:
                 "n_outputs_max": MOST_OUTPUTS, "n_outputs_max_per_seq": MOST_OUTPUTS,
                 "kv_unified": True, "flash_attn_type": flash_attention, **options,
             }  # fmt: skip
+            # llama.cpp rounds the cells up, and limits a batch to what was asked for
+            given["n_ctx"] = -(-int(given.get("n_ctx", params.n_ctx)) // CELLS) * CELLS
             for name, value in given.items():
                 setattr(params, name, value)
             with self.binding.told() as logged:
@@ -187,7 +193,7 @@ class LlamaContext:
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int],
         outputs: Sequence[int] = (),
     ) -> Logits:  # fmt: skip
-        """Compute the entries of tokens, at most `N_BATCH`; in each sequence without a gap.
+        """Compute the entries of tokens, at most `most_tokens`; in each sequence without a gap.
 
         positions, sequences: of each token. outputs: indices of those whose logits are wanted.
 
@@ -199,7 +205,7 @@ class LlamaContext:
         """
         self.check_process()
         n = len(tokens)
-        assert 0 < n <= N_BATCH and len(outputs) <= MOST_OUTPUTS
+        assert 0 < n <= self.most_tokens and len(outputs) <= MOST_OUTPUTS
         of_tokens, at = np.array(tokens, np.int32), np.array(positions, np.int32)
         assert of_tokens.min() >= 0 and of_tokens.max() < self.n_vocabulary  # else it aborts
         of_sequences = np.array(sequences, np.int32)
