@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import latency, shapes
 from benchmarks.latency import LatencyConfig
 from samkv_integrations import METHODS
 from samkv_integrations.report import Report
 from tests.bench.running import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = {
     "model_type": "llama",
@@ -34,14 +34,6 @@ MEASURED = {
     "peak_bytes", "peak_ratio", "peak_python_bytes", "computed_tokens", "disk_bytes_per_s",
     "arithmetic_floor_s", "disk_floor_s", "floor_ratio",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

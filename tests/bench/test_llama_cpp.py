@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import answer_grid
 from benchmarks.answer_grid import Cell
@@ -20,7 +18,7 @@ from tests.bench.running import ran, run
 from tests.support.gguf_files import model_for_gguf, write_gguf
 from tests.support.llama_cpp import with_llama_cpp
 
-pytestmark = with_llama_cpp
+pytestmark = [with_llama_cpp, pytest.mark.usefixtures("one_thread")]
 
 CONTEXTS = [
     {"title": "Pavel Flalvek", "text": "Pavel Flalvek was born in Nombury, and is a baker there."},
@@ -32,14 +30,6 @@ CONTEXTS = [
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     return write_gguf(path, model_for_gguf("llama", max_position_embeddings=4096))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def shown(name: str, file: Path, *arguments: str | Path) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Cells:
                     "fewer chunks, or ask for fewer answers and tokens at a time"
                     if n_cells
                     else f"all {self._context.most_sequences} sequences of llama.cpp are in use; "
-                    "decode fewer answers at a time (max_batch)"
+                    "decode fewer answers at a time (max_batch), and read or close open streams"
                 )
             self.drop(min(idle, key=lambda each: each.last_used))
 

@@ -12,6 +12,7 @@ import pytest
 
 from samkv_integrations import Engine
 from samkv_integrations.errors import UnsupportedModel
+from samkv_integrations.runtimes.llama_cpp.library.binding import load_binding
 from samkv_integrations.runtimes.llama_cpp.loading import load_model
 from samkv_integrations.runtimes.llama_cpp.runtime import LlamaCppModel
 from tests.support.gguf_files import add_tokenizer
@@ -102,6 +103,16 @@ def test_prompts_are_answered_and_conversations_kept(refused: tuple[LlamaCppMode
     ids = model.tokenize_prompt(engine.render(CHUNK))
     again = engine.generate(CHUNK + " " + first.text, max_new_tokens=4)
     assert again.report.prefix_tokens >= (len(ids) if model.context.can_crop else 0)
+
+
+@pytest.mark.parametrize("asked", ["llama_model_has_encoder", "llama_model_is_diffusion"])
+def test_models_that_do_not_write_token_by_token_are_refused(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp would end the process."""
+    monkeypatch.setattr(load_binding().library, asked, lambda model: True)
+    with pytest.raises(UnsupportedModel, match="give a model that writes one token after another"):
+        tiny("llama")
 
 
 def test_other_types_of_keys_are_refused() -> None:

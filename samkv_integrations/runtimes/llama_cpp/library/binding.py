@@ -42,11 +42,11 @@ OLDEST_LLAMA_CPP_PYTHON = (0, 3, 36)
 
 F16 = 1  # ggml_type
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
-SPM, BPE = 1, 2  # llama_vocab_type
+SPM = 1  # llama_vocab_type
 NORM, NEOX = 0, 2  # llama_rope_type: pairs are neighbours, or lie half a head apart
 CONTROL, USER_DEFINED, LSTRIP, RSTRIP = 1 << 3, 1 << 4, 1 << 7, 1 << 8  # llama_token_attr
-LOAD_AUTO, LOAD_NONE, LOAD_MMAP, LOAD_MLOCK, LOAD_MMAP_MLOCK = -1, 0, 1, 2, 3  # llama_load_mode
-NO_CELLS, ABORTED = 1, 2  # what llama_decode returns
+LOAD_AUTO, LOAD_NONE, LOAD_MLOCK, LOAD_MMAP_MLOCK = -1, 0, 2, 3  # llama_load_mode
+NO_CELLS = 1  # what llama_decode returns
 
 _LOG_WARNING = 3  # ggml_log_level
 
@@ -135,7 +135,6 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_is_hybrid": (c_bool, (_MODEL,)),
     "llama_model_is_diffusion": (c_bool, (_MODEL,)),
     "llama_model_has_encoder": (c_bool, (_MODEL,)),
-    "llama_model_has_decoder": (c_bool, (_MODEL,)),
     "llama_model_meta_val_str": (c_int32, (_MODEL, c_char_p, c_char_p, c_size_t)),
     "llama_model_chat_template": (c_char_p, (_MODEL, c_char_p)),
     # its vocabulary
@@ -159,8 +158,6 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_memory_clear": (None, (_MEMORY, c_bool)),
     "llama_memory_seq_rm": (c_bool, (_MEMORY, c_int32, c_int32, c_int32)),
     "llama_memory_seq_cp": (None, (_MEMORY, c_int32, c_int32, c_int32, c_int32)),
-    "llama_memory_seq_pos_max": (c_int32, (_MEMORY, c_int32)),
-    "llama_memory_can_shift": (c_bool, (_MEMORY,)),
     "llama_state_seq_get_size": (c_size_t, (_CONTEXT, c_int32)),
     "llama_state_seq_get_data": (c_size_t, (_CONTEXT, c_void_p, c_size_t, c_int32)),
     "llama_state_seq_set_data": (c_size_t, (_CONTEXT, c_void_p, c_size_t, c_int32)),

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samkv_integrations.errors import Given, InvalidOption, ModelFailed, ModelNotFound, OutOfMemory
+from samkv_integrations.errors import (
+    Given,
+    InvalidOption,
+    ModelFailed,
+    ModelNotFound,
+    OutOfMemory,
+    UnsupportedModel,
+)
 from samkv_integrations.runtimes.llama_cpp.library.binding import (
     F16,
     FLASH_ATTENTION_AUTO,
@@ -59,6 +66,7 @@ class LlamaContext:
 
     Raises:
         ModelNotFound: llama.cpp cannot load the file.
+        UnsupportedModel: the model does not write one token after another.
         InvalidOption: it cannot make such a context.
     """
 
@@ -102,6 +110,11 @@ class LlamaContext:
         keys and values are others than F16.
         """
         library, model = self._library, self.model
+        if library.llama_model_is_diffusion(model) or library.llama_model_has_encoder(model):
+            raise UnsupportedModel(
+                "this file holds a model with an encoder, or one that answers by diffusion; give a "
+                "model that writes one token after another"
+            )
         self.n_trained = int(library.llama_model_n_ctx_train(model))
         self.n_window = max(0, int(library.llama_model_n_swa(model)))
         self.n_layers = int(library.llama_model_n_layer(model))
