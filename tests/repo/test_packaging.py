@@ -250,8 +250,9 @@ def test_the_core_alone_says_what_it_lacks(installed: Installed, tmp_path: Path)
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    says = "'torch' is not installed; next step: pip install '.[transformers]'"
+    says = "'builtin' is not a GGUF file, and transformers, which runs other models, is not installed"
     assert done.stderr.count(says) == 2
+    assert done.stderr.count("pip install '.[transformers]'") == 2
 
 
 def run(command: Sequence[str | Path], folder: Path | None = None) -> str:
