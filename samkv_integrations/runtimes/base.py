@@ -405,6 +405,11 @@ class Runtime(ModelText):
         """Bytes of KV entries that running answers may need together; None where memory grows."""
         return None
 
+    @property
+    def most_running(self) -> int | None:
+        """Most answers that can run at the same time; None for any number."""
+        return None
+
     def stacked(self, logits: Sequence[Logits]) -> Any:  # noqa: ANN401
         """(n, vocabulary) float32 on the CPU, as an array of the runtime's kind."""
         return np.stack(logits)

@@ -62,7 +62,7 @@ class Scheduler:
         turns: Callable[[Limits], Turns] = Turns,
     ) -> None:  # fmt: skip
         self.model = model
-        self.limits = (limits or Limits()).within(model.kv_room)
+        self.limits = (limits or Limits()).within(model.kv_room, model.most_running)
         self._turns = turns
         self._starting = threading.Lock()
         self._thread: _ModelThread | None = None

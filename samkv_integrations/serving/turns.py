@@ -33,14 +33,19 @@ class Limits:
     max_kv_bytes: KV entries that the running answers may need, each with its full prompt and all
         its tokens; None for no limit. A single answer above the limit is computed alone.
     max_waiting: answers of one owner that may wait for their first token; None for no limit.
+    max_running: answers that run at the same time, those included that wait for their readers;
+        None for no limit.
     """
 
     max_batch: int = 8
     max_kv_bytes: int | None = None
     max_waiting: int | None = None
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_batch", 1), ("max_kv_bytes", 1), ("max_waiting", 0)):
+        for name, least in (
+            ("max_batch", 1), ("max_kv_bytes", 1), ("max_waiting", 0), ("max_running", 1)
+        ):  # fmt: skip
             value, may_be_none = getattr(self, name), name != "max_batch"
             if type(value) is int and value >= least or (value is None and may_be_none):
                 continue
@@ -50,16 +55,24 @@ class Limits:
                 f"{', or None' if may_be_none else ''}",
             )
 
-    def within(self, kv_room: int | None) -> Limits:
-        """With at most ``kv_room`` bytes of KV entries, see `Runtime.kv_room`."""
-        given = [most for most in (self.max_kv_bytes, kv_room) if most is not None]
-        return replace(self, max_kv_bytes=min(given, default=None))
+    def within(self, kv_room: int | None, most_running: int | None) -> Limits:
+        """With the limits of a runtime, see `Runtime.kv_room` and `Runtime.most_running`."""
+        return replace(
+            self, max_kv_bytes=_least(self.max_kv_bytes, kv_room),
+            max_running=_least(self.max_running, most_running),
+        )  # fmt: skip
 
     def have_room(self, running: Sequence[RunningAnswer], answer: RunningAnswer) -> bool:
-        """Whether the entries of one more answer fit."""
+        """Whether one more answer can run beside the others."""
+        if self.max_running is not None and len(running) >= self.max_running:
+            return False
         if self.max_kv_bytes is None or not running:
             return True
         return sum(each.kv_bytes for each in (*running, answer)) <= self.max_kv_bytes
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class Turns:

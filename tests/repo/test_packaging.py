@@ -250,7 +250,9 @@ def test_the_core_alone_says_what_it_lacks(installed: Installed, tmp_path: Path)
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    says = "'builtin' is not a GGUF file, and transformers, which runs other models, is not installed"
+    says = (
+        "'builtin' is not a GGUF file, and transformers, which runs other models, is not installed"
+    )
     assert done.stderr.count(says) == 2
     assert done.stderr.count("pip install '.[transformers]'") == 2
 

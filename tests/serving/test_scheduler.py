@@ -166,6 +166,12 @@ def test_no_more_answers_than_the_limit_are_decoded_together(max_batch: int, ste
     assert max(steps.batches) <= max_batch
 
 
+def test_running_answers_have_a_limit(steps: Steps) -> None:
+    engine = engine_of(tiny_model("llama"), Limits(max_running=2))
+    assert len(all_at_once(engine, PROMPTS, max_new_tokens=6)) == len(PROMPTS)
+    assert max(steps.batches) == 2
+
+
 def test_kv_bytes_have_a_limit(steps: Steps) -> None:
     model = tiny_model("llama")
     n_tokens = engine_of(model).count_tokens(PROMPTS[0]) + 6

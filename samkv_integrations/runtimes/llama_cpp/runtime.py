@@ -448,6 +448,11 @@ class LlamaCppModel(LlamaText, Runtime):
         """An eighth of the cells is left for chunks that are computed meanwhile."""
         return self.context.n_cells * 7 // 8 * self.token_kv_bytes
 
+    @property
+    def most_running(self) -> int | None:
+        """Half of the sequences. Others are for chunks and kept conversations, while in use."""
+        return self.context.most_sequences // 2
+
     def stacked(self, logits: Sequence[Logits]) -> Any:  # noqa: ANN401
         return np.stack(logits)
 

@@ -128,6 +128,17 @@ def test_forty_clients_on_few_cells(model: LlamaCppModel) -> None:
     assert used(model) <= len(engine.prefix)
 
 
+def test_answers_wait_for_a_sequence() -> None:
+    model = tiny("llama", n_ctx=4096)
+    scheduler = Scheduler(model, Limits(max_batch=100))
+    assert scheduler.limits.max_running == model.context.most_sequences // 2
+    engine = Engine(model, method="recompute", scheduler=scheduler, prefix="none")
+    prompts = [f"Question {number}: what?" for number in range(100)]
+    with ThreadPoolExecutor(100) as pool:
+        found = pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=8), prompts)
+    assert all(answer.report.completion_tokens for answer in found)
+
+
 def test_a_prompt_that_is_abandoned_leaves_no_cells(model: LlamaCppModel) -> None:
     class Leaves(Observer):
         def pause(self) -> None:
