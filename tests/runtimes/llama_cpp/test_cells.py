@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -128,15 +128,21 @@ def test_forty_clients_on_few_cells(model: LlamaCppModel) -> None:
     assert used(model) <= len(engine.prefix)
 
 
-def test_answers_wait_for_a_sequence() -> None:
-    model = tiny("llama", n_ctx=4096)
+def test_answers_wait_for_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, decode, batches = tiny("llama", n_ctx=32768), LlamaCppModel.decode, list[int]()
+
+    def counted(self: LlamaCppModel, sequences: Any, tokens: Any) -> Any:  # noqa: ANN401
+        batches.append(len(sequences))
+        return decode(self, sequences, tokens)
+
+    monkeypatch.setattr(LlamaCppModel, "decode", counted)
     scheduler = Scheduler(model, Limits(max_batch=100))
-    assert scheduler.limits.max_running == model.context.most_sequences // 2
     engine = Engine(model, method="recompute", scheduler=scheduler, prefix="none")
     prompts = [f"Question {number}: what?" for number in range(100)]
     with ThreadPoolExecutor(100) as pool:
-        found = pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=8), prompts)
+        found = pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=200), prompts)
     assert all(answer.report.completion_tokens for answer in found)
+    assert max(batches) <= model.context.most_sequences // 2
 
 
 def test_a_prompt_that_is_abandoned_leaves_no_cells(model: LlamaCppModel) -> None:
