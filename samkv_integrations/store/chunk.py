@@ -131,6 +131,11 @@ class Fingerprint:
     store_bits: int
     format_version: int = FORMAT_VERSION
 
+    @property
+    def runtime(self) -> str:
+        """What computed the caches, a name out of `RUNTIMES`."""
+        return "llama_cpp" if self.config == "llama.cpp" else "transformers"
+
     @cached_property
     def computed_by(self) -> str:
         """Identifies what computed keys and values from tokens: weights, config and RoPE."""

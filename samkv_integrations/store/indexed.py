@@ -263,15 +263,14 @@ def _mismatch(wanted: Fingerprint, known: Sequence[Fingerprint], where: str) -> 
         else f"{name} is {mine[name]!r:.40} here and {value!r:.40} there"
         for name, value in there.items()
     )
-    is_other = (wanted.config == "llama.cpp") != (closest.config == "llama.cpp")
+    is_other = wanted.runtime != closest.runtime
     options: list[object] = [
         Given(name, there[name])
         for name in ("dtype", "store_bits")
         if name in there and not (is_other and name == "dtype")
     ]
     if is_other:
-        runtime = "llama_cpp" if closest.config == "llama.cpp" else "transformers"
-        options.append(Given("runtime", runtime))
+        options.append(Given("runtime", closest.runtime))
     if "weights" in there and closest.model != wanted.model:
         options.insert(0, f"the model {closest.model!r} (--model of a command)")
     elif "prefix" in there:
