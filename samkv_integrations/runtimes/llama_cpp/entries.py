@@ -20,6 +20,9 @@ from samkv_integrations.runtimes.llama_cpp.library.positions import Rotation
 GROUP_TOKENS = 64
 """Tokens whose keys share scale and offset per channel."""
 
+ONE_THREAD = 2**18
+"""Most multiplications of a product of matrices that OpenBLAS does not share out to threads."""
+
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
 Floats = NDArray[np.float32]
@@ -168,9 +171,18 @@ def _rows(wide: Floats) -> Bytes:
 
 
 def _transformed(keys: Floats) -> Floats:
-    """Keys (..., D) after the transform of each head."""
+    """Keys (..., D) after the transform of each head, in products that run on one thread.
+
+    After a product on several threads, those of OpenBLAS spin for 100 ms, on the cores that
+    llama.cpp needs next.
+    """
     dim = keys.shape[-1]
-    return (keys.reshape(-1, dim) @ _hadamard(dim)).reshape(keys.shape)
+    rows, size = keys.reshape(-1, dim), max(1, ONE_THREAD // dim**2)
+    found, end = np.empty_like(rows), len(rows) // size * size
+    parts = (rows[:end].reshape(-1, size, dim), found[:end].reshape(-1, size, dim))
+    np.matmul(parts[0], _hadamard(dim), out=parts[1])
+    np.matmul(rows[end:], _hadamard(dim), out=found[end:])
+    return found.reshape(keys.shape)
 
 
 @cache
