@@ -7,8 +7,9 @@ channel over groups of tokens; values per token and head (KIVI, arXiv 2402.02750
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,12 @@ from samkv_integrations.runtimes.llama_cpp.library.positions import Rotation
 
 GROUP_TOKENS = 64
 """Tokens whose keys share scale and offset per channel."""
+
+PART_BYTES = 1_000_000
+"""Bytes of keys in float32 that are unpacked at once, so that they stay in the processor's cache.
+
+Four chunks of SmolLM2, 1,000 tokens, take 24 ms, and 31 ms with all layers at once.
+"""
 
 ONE_THREAD = 2**18
 """Most multiplications of a product of matrices that OpenBLAS does not share out to threads."""
@@ -37,6 +44,7 @@ class EntryCodec:
     number of the first half of the keys, or values, and one of the second half in its upper bits.
 
     bits: of a number. n_heads: G, heads of keys and values. k_dim, v_dim: numbers of a head.
+    halves: rounds numbers to F16.
 
     Raises InvalidOption if ``bits`` is not one of `STORE_BITS`.
     """
@@ -45,6 +53,7 @@ class EntryCodec:
     n_heads: int
     k_dim: int
     v_dim: int
+    halves: Callable[[Floats], Halves] = partial(np.asarray, dtype=np.float16)
 
     def __post_init__(self) -> None:
         among(*STORE_BITS)("store_bits", self.bits)
@@ -132,6 +141,20 @@ class EntryCodec:
         the tokens in the chunk. cached_at, positions: (S,) for which keys were rotated when they
         were cached, and for which they are rotated now. keys, values: (L, S, bytes), filled.
         """
+        of_layer = 4 * len(offsets) * self.n_heads * max(self.k_dim, self.v_dim)
+        size = max(1, PART_BYTES // of_layer)
+        for start in range(0, len(entries), size):
+            part = slice(start, start + size)
+            self._decode(
+                entries[part], key_range[part], rotation, offsets, cached_at, positions,
+                keys[part], values[part],
+            )  # fmt: skip
+
+    def _decode(
+        self, entries: Bytes, key_range: Halves, rotation: Rotation, offsets: NDArray[np.int64],
+        cached_at: NDArray[np.int64], positions: NDArray[np.int64], keys: Bytes, values: Bytes,
+    ) -> None:  # fmt: skip
+        """As `decode`, for layers whose numbers stay in the processor's cache meanwhile."""
         chosen = entries[:, offsets] if len(offsets) < entries.shape[1] else entries
         split = self.n_heads * self.k_dim * self.bits // 8
         if not self.is_quantised:
@@ -155,8 +178,8 @@ class EntryCodec:
             of_values = self._unpacked(chosen[..., split:end], self.v_dim)
             of_values *= ranges[..., : self.n_heads, None]
             of_values += ranges[..., self.n_heads :, None]
-            values[...] = _rows(of_values)
-        keys[...] = _rows(wide)
+            values[...] = self._rows(of_values)
+        keys[...] = self._rows(wide)
 
     def _unpacked(self, codes: Bytes, dim: int) -> Floats:
         shape = (*codes.shape[:2], self.n_heads, dim)
@@ -164,10 +187,9 @@ class EntryCodec:
             return codes.astype(np.float32).reshape(shape)
         return np.concatenate((codes & 15, codes >> 4), axis=2).astype(np.float32).reshape(shape)
 
-
-def _rows(wide: Floats) -> Bytes:
-    """(L, T, G, D) -> (L, T, bytes) of F16."""
-    return wide.astype(np.float16).reshape(*wide.shape[:2], -1).view(np.uint8)
+    def _rows(self, wide: Floats) -> Bytes:
+        """(L, T, G, D) -> (L, T, bytes) of F16."""
+        return self.halves(wide).reshape(*wide.shape[:2], -1).view(np.uint8)
 
 
 def _transformed(keys: Floats) -> Floats:

@@ -163,7 +163,7 @@ class LlamaCppModel(LlamaText, Runtime):
         layout, n_heads = self._of_chunks.layout, fingerprint.n_kv_heads
         return EntryCodec(
             bits=fingerprint.store_bits, n_heads=n_heads, k_dim=layout.k_row // 2 // n_heads,
-            v_dim=layout.v_row // 2 // n_heads,
+            v_dim=layout.v_row // 2 // n_heads, halves=self.context.binding.halves,
         )  # fmt: skip
 
     def cache_shape(self, fingerprint: Fingerprint, n_tokens: int) -> CacheShape:
