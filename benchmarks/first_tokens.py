@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -54,7 +55,9 @@ def rows_of(model: LlamaCppModel, asked: Sequence[Asked], methods: Sequence[str]
     loop, order = LlamaLoop(model), random.Random(0)
     timed = dict[str, list[Mapping[str, Seconds]]]()
     n_tokens, recomputed = dict[str, list[int]](), dict[tuple[str, str], list[float]]()
-    _ask(model, loop, asked[0], methods, order)  # warms up
+    document = asked[0].question.documents[0][:400]
+    short = replace(asked[0], question=replace(asked[0].question, documents=(document,)))
+    _ask(model, loop, short, methods, order)  # warms up
     for one in tqdm(asked):
         seconds, answers = _ask(model, loop, one, methods, order)
         timed.setdefault(one.kind, []).append(seconds)
