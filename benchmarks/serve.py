@@ -87,8 +87,8 @@ def serve(
     with tempfile.TemporaryDirectory(dir=folder) as place:
         if shape is None:
             found = load(questions)
-            cached = list(dict.fromkeys(text for one in found for text in one.documents))
             asked = [found[n % len(found)] for n in range(n_prompts)]
+            cached = list(dict.fromkeys(text for one in asked for text in one.documents))
             prompts = [rag_prompt(one.question, one.documents) for one in asked]
         else:
             saved = random_weights(shape, layers, dtype, device, chunks * (chunk_tokens + 16) + 512,
