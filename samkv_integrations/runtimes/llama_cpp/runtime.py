@@ -58,9 +58,9 @@ COMPUTED, HELD, CACHED = 0, 1, 2
 """Where the entries of a token come from."""
 
 PART_ON_CPU = 128
-"""Tokens between two pauses on a CPU. 512 at once take hardly less, and others wait longer for them.
+"""Tokens between two pauses on a CPU. 512 at once take hardly less, and others wait longer.
 
-1,024 tokens took 4.44 CPU seconds in parts of 128 and of 512 (SmolLM2), or 9.56 and 9.41 (Qwen 0.5B).
+1,024 tokens took 4.44 CPU seconds in parts of 128 and of 512 (SmolLM2), 9.56 and 9.41 (Qwen 0.5B).
 """
 
 MOST_OF_BATCH = 16
