@@ -27,6 +27,7 @@ BENCHMARKS = {
     "on_gpu": "first and later tokens, ingest, answers and tests on a GPU",
     "pauses": "how long an answer pauses while a long prompt of somebody else is read",
     "random_gguf": "a GGUF file of an 8 B shape with random weights, to time a model of that size",
+    "retrieval": "whether `samkv ask` finds the right paragraphs",
     "query_path": "functions and files that one question passes",
     "inspection_pictures": "pictures of what answers read, for docs/inspect.md",
     "same_answers": "whether a change of code changes any answer or report",

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors
-from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.records import (
     IngestResult,
     Metadata,
@@ -29,6 +28,7 @@ from samkv_integrations.chroma.records import (
     SyncResult,
     keys_in,
 )
+from samkv_integrations.chroma.words import WordIndex, remove_others
 from samkv_integrations.chunks.caching import progress_bar
 from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
 from samkv_integrations.store.chunk import ChunkRef, normalise
@@ -75,6 +75,7 @@ class ChromaLink:
                     f"the chunk caches in {caches} lie inside Chroma's folder {folder}; "
                     f"give a folder beside it, such as {folder.with_name(folder.name + '-kv')}"
                 )
+        self._words = WordIndex.of(self._records, engine.store.path)
         self._owner = Ownership(engine.store, self._records)
         self._owner.try_claim()
 
@@ -140,6 +141,7 @@ class ChromaLink:
                 replaced |= self._records.write(
                     ids[part], texts[part], embeddings[part], rows[part], keys
                 )
+                self._words.put(ids[part], texts[part])
         n_released = self._release(replaced)
         # If no cache was missing, none was evicted.
         made = {ref.key for ref in refs} if missed else set()
@@ -209,6 +211,7 @@ class ChromaLink:
         for part in self._records.slices(len(doomed)):
             with chroma_errors(f"collection {self.collection.name!r} refused to delete"):
                 self.collection.delete(ids=doomed[part])
+        self._words.delete(doomed)
         return self._release(keys)
 
     def _check_release(self, keys: set[str]) -> None:
@@ -368,7 +371,10 @@ class ChromaLink:
             self.engine.delete(())  # caches that are in memory in case their text is added again
         self._owner.claim()  # raises if another database has claimed the caches
         store, models = self.engine.store, self.engine.store.fingerprints()
-        for collection in self._records.collections():
+        collections = self._records.collections()
+        if store.path is not None:
+            remove_others(store.path, [str(one.id) for one in collections])
+        for collection in collections:
             if collection.id != self.collection.id:
                 referenced = referenced | self._keys_of_texts(collection)
         doomed: list[str] = []
@@ -399,6 +405,50 @@ class ChromaLink:
 
     # -- questions --------------------------------------------------------------------------
 
+    def search(self, question: str, k: int) -> list[Retrieved]:
+        """The ``k`` records that match the words of a question best by BM25, the best first.
+
+        There are fewer if fewer share a word with it, and the first ones if none does.
+        ``distance`` is SQLite's BM25, which is less for better ones.
+
+        Raises:
+            EmptyInput: the collection is empty.
+            InvalidOption: ``k`` is not positive, or Chroma cannot be read.
+            StoreError: the index of words cannot be used.
+        """
+        _check_count(k)
+        if self._words.count() != self._require_records():
+            self._words.rebuild()
+        for _ in range(2):
+            found = self._words.search(question, k)
+            page = self._records.read(
+                self.collection, ids=[*found], include=["documents", "metadatas"]
+            )
+            parts = page["ids"], page["documents"] or (), page["metadatas"] or ()
+            rows = {id_: (text, row) for id_, text, row in zip(*parts, strict=True)}
+            same = [id_ for id_, (text, _) in found.items() if rows.get(id_, ("",))[0] == text]
+            if len(same) == len(found):
+                break
+            self._words.rebuild()  # another client has changed records
+        return [
+            Retrieved(
+                id=id_,
+                text=found[id_][0],
+                metadata=dict(rows[id_][1] or {}),
+                distance=found[id_][1],
+            )
+            for id_ in same
+        ]
+
+    def _require_records(self) -> int:
+        """The number of records. Raises EmptyInput if there is none."""
+        name = self.collection.name
+        with chroma_errors(f"collection {name!r} refused the query"):
+            n_records = self.collection.count()
+        if not n_records:
+            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
+        return n_records
+
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
         """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
 
@@ -410,11 +460,9 @@ class ChromaLink:
                 the collection.
         """
         name = self.collection.name
-        if k < 1:
-            raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
+        _check_count(k)
+        self._require_records()
         with chroma_errors(f"collection {name!r} refused the query"):
-            if not self.collection.count():
-                raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
             found = self.collection.query(
                 query_embeddings=[embedding],
                 n_results=k,
@@ -437,15 +485,6 @@ class ChromaLink:
         ]
 
 
-def nearest(link: ChromaLink, question: str, k: int) -> list[Retrieved]:
-    """The ``k`` records that share most words with a question, nearest first.
-
-    Raises EmptyInput or InvalidOption as `ChromaLink.query` does, also for a collection with
-    embeddings of another kind.
-    """
-    (embedding,) = HashingEmbedding().embed([question])
-    try:
-        return link.query(embedding, k)
-    except InvalidOption:
-        Records(link.collection).check_sizes([embedding])  # names both sizes if they differ
-        raise
+def _check_count(k: int) -> None:
+    if k < 1:
+        raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")

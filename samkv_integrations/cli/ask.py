@@ -94,10 +94,9 @@ def retrieved(
 
     chat: whether the prompt goes through the chat template; None for the model's default.
     """
-    from samkv_integrations.chroma.link import nearest
     from samkv_integrations.prompt.rag_template import rag_prompt
 
-    found = nearest(link, question, top_k)
+    found = link.search(question, top_k)
     texts = [one.text for one in found]
     in_chat = link.engine.model.asks_in_chat if chat is None else chat
     return texts, [one.source for one in found], rag_prompt(question, texts, chat=in_chat)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from samkv_integrations.chroma.link import ChromaLink, nearest
+from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import EmptyInput, Given, InvalidOption
 from samkv_integrations.lab.evaluation import Paired, Question, is_right
@@ -136,7 +136,7 @@ def with_documents(
     engine, too_long, uncached = link.engine, 0, 0
     for question in asked[:MOST_QUESTIONS]:
         documents = question.documents or tuple(
-            one.text for one in nearest(link, question.question, top_k)
+            one.text for one in link.search(question.question, top_k)
         )
         ready = replace(question, documents=documents)
         chunks = engine.chunks.refer(documents)

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from samkv_integrations.chroma.link import nearest
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
 from samkv_integrations.frameworks.local_llm import usage_of
@@ -116,7 +115,7 @@ def router(service: Service) -> APIRouter:
             sources = [
                 {"id": one.id, "source": one.source, "text": one.text,
                  "distance": one.distance if math.isfinite(one.distance) else None}
-                for one in nearest(link, body.question, body.top_k)
+                for one in link.search(body.question, body.top_k)
             ]  # fmt: skip
             return link.engine, _Writer(model_name, link.engine, sources)
 

@@ -11,7 +11,8 @@ import pytest
 from chromadb import Collection
 from chromadb.errors import InternalError
 
-from samkv_integrations.chroma.link import nearest
+from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.records import Retrieved
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.plan.kept_costs import keep_costs
 from samkv_integrations.prompt.rag_template import rag_prompt
@@ -42,7 +43,7 @@ async def test_the_answer_is_the_engines_own(town: Town, chat: bool) -> None:
     body = {"question": QUESTION, "top_k": 3, "max_tokens": 8, "chat": chat}
     found = await town.json("POST", PATH, body)
     link = town.tenancy.link(Tenant(collections=("town",)), "town")
-    records = nearest(link, QUESTION, 3)
+    records = link.search(QUESTION, 3)
     texts = [record.text for record in records]
     prompt = rag_prompt(QUESTION, texts, chat=chat)
     answer = town.engine().generate(prompt, texts, max_new_tokens=8)
@@ -147,7 +148,7 @@ async def test_what_chroma_says_is_not_passed_on(
     def fail(*_: object, **__: object) -> None:
         raise InternalError("unable to open /srv/secret/index")
 
-    monkeypatch.setattr(Collection, "query", fail)
+    monkeypatch.setattr(Collection, "get", fail)
     error = await town.error(500, "POST", PATH, {"question": QUESTION})
     assert error["code"] == "store_error"
     assert "secret" not in error["message"]
@@ -180,12 +181,14 @@ async def test_the_event_loop_is_free_while_a_collection_is_searched(
     loop = asyncio.get_running_loop()
     answered = asyncio.Event()
 
-    def slow(*_: Any) -> list[Any]:
+    search = ChromaLink.search
+
+    def slow(link: ChromaLink, question: str, k: int) -> list[Retrieved]:
         health = asyncio.run_coroutine_threadsafe(town.send("GET", "/health"), loop)
         assert health.result(60).status_code == 200
         loop.call_soon_threadsafe(answered.set)
-        return nearest(*_)
+        return search(link, question, k)
 
-    monkeypatch.setattr("samkv_integrations.server.ask.nearest", slow)
+    monkeypatch.setattr(ChromaLink, "search", slow)
     assert (await town.json("POST", PATH, {"question": QUESTION}))["answer"]
     assert answered.is_set()

@@ -1,0 +1,164 @@
+"""An index of the words of a collection's records, ranked by BM25 in SQLite's FTS5."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from samkv_integrations.chroma.records import Records
+from samkv_integrations.errors import StoreError
+from samkv_integrations.store.database import Database
+
+FOLDER = "words"
+"""The folder of these indexes, in the folder of the chunk caches: one each, named by the id."""
+
+MOST_WORDS = 64
+"""Most words of a question that are looked up, the first ones: each takes time."""
+
+_SCHEMA = """
+CREATE TABLE records(number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, text TEXT NOT NULL);
+CREATE VIRTUAL TABLE words USING fts5(
+  text, content=records, content_rowid=number, tokenize='porter unicode61'
+);
+CREATE TRIGGER put AFTER INSERT ON records BEGIN
+  INSERT INTO words(rowid, text) VALUES (new.number, new.text);
+END;
+CREATE TRIGGER gone AFTER DELETE ON records BEGIN
+  INSERT INTO words(words, rowid, text) VALUES ('delete', old.number, old.text);
+END;
+"""
+
+_WORD = re.compile(r"\w+")
+
+_STOP_WORDS = frozenset(
+    "a about after all also an and any are as at be because been before being between both but by "
+    "can could did do does doing done during each for from had has have having he her hers him his "
+    "how i if in into is it its itself just me more most my no nor not of off on once only or "
+    "other our ours out over own please same she should so some such than that the their theirs "
+    "them then there these they this those through to too under until up very was we were what "
+    "when where which while who whom whose why will with would you your yours".split()
+)
+"""English words that nearly all texts contain. A question of such words alone keeps them."""
+
+
+class WordIndex(Database):
+    """Finds the records that share words with a question.
+
+    It is made of the records at the first question, then `put` and `delete` follow them. What
+    another client of the database has changed is noticed at the next question, and the index is
+    made anew. Raises StoreError as `Database` does.
+
+    folder: of the index of this collection; None to keep it in memory.
+    """
+
+    def __init__(self, records: Records, folder: Path | None) -> None:
+        super().__init__(folder, _SCHEMA)
+        self._records, self._place = records, folder
+
+    @classmethod
+    def of(cls, records: Records, caches: Path | None) -> WordIndex:
+        """The index of a collection. caches: the folder of its chunk caches, if there is one."""
+        if caches is None or not os.access(caches, os.W_OK):
+            return cls(records, None)
+        return cls(records, caches / FOLDER / str(records.collection.id))
+
+    def fill(self, connection: sqlite3.Connection) -> None:
+        for page in self._records.pages(self._records.ids(None), ["documents"]):
+            _insert(connection, zip(page["ids"], page["documents"] or (), strict=True))
+
+    @property
+    def exists(self) -> bool:
+        """Whether it was made, so that changes of records must be followed."""
+        return self._connection is not None if self._place is None else self._place.is_dir()
+
+    def put(self, ids: Sequence[str], texts: Sequence[str]) -> None:
+        """Index records, in place of those with the same ids, which have just been written."""
+        if self.exists:
+            with self._or_made_anew(), self.transaction(writes=True) as connection:
+                _delete(connection, ids)
+                _insert(connection, zip(ids, texts, strict=True))
+
+    def delete(self, ids: Collection[str]) -> None:
+        """Remove records, and what the file still holds of their words."""
+        if self.exists:
+            with self._or_made_anew(), self.transaction(writes=True) as connection:
+                _delete(connection, ids)
+                # FTS5 keeps deleted words until its parts are merged
+                connection.execute("INSERT INTO words(words) VALUES ('optimize')")
+
+    def search(self, question: str, k: int) -> dict[str, tuple[str, float]]:
+        """The ``k`` records that match best: id -> text and BM25, which is less for better ones.
+
+        If fewer share a word with the question, there are fewer; if none does, the first records.
+        """
+        if words := _words_of(question):
+            matched = self.rows(
+                "SELECT id, records.text, bm25(words) FROM words JOIN records ON number = "
+                "words.rowid WHERE words MATCH ? ORDER BY bm25(words), number LIMIT ?",
+                " OR ".join(f'"{word}"' for word in words), k,
+            )  # fmt: skip
+            if matched:
+                return {id_: (text, score) for id_, text, score in matched}
+        first = self.rows(
+            "SELECT id, text, 0.0 FROM records WHERE text != '' ORDER BY number LIMIT ?", k
+        )
+        return {id_: (text, score) for id_, text, score in first}
+
+    def count(self) -> int:
+        """The number of records. Makes the index."""
+        if self._place is not None:
+            self._place.mkdir(parents=True, exist_ok=True)
+        ((n_records,),) = self.rows("SELECT count(*) FROM records")
+        return int(n_records)
+
+    @contextmanager
+    def _or_made_anew(self) -> Iterator[None]:
+        """A block after whose failure the next question makes the index anew."""
+        try:
+            yield
+        except StoreError:
+            self._discard()
+
+    def rebuild(self) -> None:
+        """Make it anew of the present records."""
+        with self.transaction(writes=True) as connection:
+            connection.execute("DELETE FROM records")
+            self.fill(connection)
+            connection.execute("INSERT INTO words(words) VALUES ('optimize')")
+
+
+def remove_others(caches: Path, collections: Iterable[str]) -> None:
+    """Delete the indexes of collections that do not exist any more. collections: ids."""
+    known = set(collections)
+    for folder in (caches / FOLDER).glob("*"):
+        if folder.name not in known:
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise StoreError(
+                    f"{folder} holds texts of a deleted collection, and cannot be deleted: "
+                    f"{error.strerror}; delete it"
+                ) from error
+
+
+def _insert(connection: sqlite3.Connection, rows: Iterable[tuple[str, str | None]]) -> None:
+    """Add rows of id and text."""
+    connection.executemany(
+        "INSERT INTO records(id, text) VALUES (?, ?)", [(id_, text or "") for id_, text in rows]
+    )
+
+
+def _delete(connection: sqlite3.Connection, ids: Iterable[str]) -> None:
+    connection.executemany("DELETE FROM records WHERE id = ?", [(id_,) for id_ in ids])
+
+
+def _words_of(question: str) -> list[str]:
+    """Its distinct words without stop words, in order."""
+    words = [word.lower() for word in _WORD.findall(question)]
+    rare = [word for word in words if word not in _STOP_WORDS]
+    return list(dict.fromkeys(rare or words))[:MOST_WORDS]
