@@ -6,10 +6,13 @@ import os
 import re
 import sys
 import time
+from codecs import lookup
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,9 +22,15 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
 from samkv_integrations.cli.loading import Collections, Index, Ingested, remember
-from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, UnknownOption
-from samkv_integrations.ingest.documents import SUFFIXES, read_document
-from samkv_integrations.option import check_options
+from samkv_integrations.errors import (
+    EmptyInput,
+    Given,
+    InvalidOption,
+    MissingExtra,
+    UnknownOption,
+)
+from samkv_integrations.ingest.documents import SUFFIXES, UTF_8, Document
+from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import StoreOptions
 
 if TYPE_CHECKING:
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.engine import Engine
     from samkv_integrations.ingest.cluster import WorkerPool
+    from samkv_integrations.ingest.reader import ReadLimits
     from samkv_integrations.runtimes.base import Runtime
     from samkv_integrations.store.disk import ChunkStore
 
@@ -49,6 +59,8 @@ RemovedPaths = Annotated[
     list[Path], typer.Argument(help="Ingested files or folders, which need not exist any more.")
 ]
 _BUDGET = "Most bytes of all caches on disk from now on: 20GB."
+
+_further = partial(typer.Option, rich_help_panel=args.FURTHER)
 
 _LINK = "symbolic links in folders are not followed; name the target"
 
@@ -79,7 +91,7 @@ class Read:
     """The chunks of documents, as ids, texts and metadata of records.
 
     An id is ``PATH#NUMBER``, the same in every ingest. sources: all documents that were read, even
-    without text.
+    without text. encodings: number of files in each encoding other than UTF-8.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -87,6 +99,7 @@ class Read:
     rows: list[dict[str, Any]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    encodings: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +147,45 @@ class OnRay:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The options that say how documents are read."""
+
+    encoding: Annotated[
+        str | None, _further(help="Of files of text, such as cp1252. Default: detected.")
+    ] = None
+    max_file: Annotated[str, _further(help="Most bytes of a file.")] = "200MB"
+    max_text: Annotated[str, _further(help="Most bytes of the text of a file.")] = "50MB"
+    read_seconds: Annotated[
+        float, _further(min=0.1, help="Most seconds to convert a file to text.")
+    ] = 60.0
+    read_memory: Annotated[str, _further(help="Most memory to convert a file to text.")] = "2GB"
+
+    def __post_init__(self) -> None:
+        if self.encoding is not None:
+            try:
+                lookup(self.encoding)
+            except (LookupError, ValueError) as error:
+                raise InvalidOption(
+                    Given("encoding", self.encoding), "; it must be one that Python knows"
+                ) from error
+
+    @property
+    def limits(self) -> ReadLimits:
+        """Raises InvalidOption if a size is none."""
+        from samkv_integrations.ingest.reader import ReadLimits
+
+        return ReadLimits(
+            file_bytes=bytes_of("max_file", self.max_file),
+            text_bytes=bytes_of("max_text", self.max_text),
+            seconds=self.read_seconds,
+            memory_bytes=bytes_of("read_memory", self.read_memory),
+        )
+
+
 def ingest(
-    paths: Paths, index: Index, ray: OnRay, collection: args.Collection = "documents",
+    paths: Paths, index: Index, ray: OnRay, reading: Reading,
+    collection: args.Collection = "documents",
     chunk_size: Annotated[int, typer.Option(help="Most tokens of a chunk.", min=1)] = 512,
     max_bytes: Annotated[str | None, typer.Option(help=_BUDGET)] = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -146,7 +196,7 @@ def ingest(
     """
     began, folder = time.perf_counter(), index.folder
     # raises before anything slow is imported
-    found, pool = find_documents(paths, leave_out=folder), ray.pool
+    found, pool, limits = find_documents(paths, leave_out=folder), ray.pool, reading.limits
     check_options(StoreOptions, {"max_bytes": max_bytes})
 
     from samkv_integrations.chroma.client import check_name
@@ -170,7 +220,7 @@ def ingest(
     engine = engine_of(source if pool is None else source.model_copy(update={"device_map": "cpu"}))
     if chunk_size > (most := engine.chunks.room):
         raise InvalidOption(f"--chunk-size {chunk_size}; {model} has room for {most} at most")
-    read = read_chunks(found.files, engine.model, chunk_size)
+    read = read_chunks(found.files, engine.model, chunk_size, limits, reading.encoding)
     if not read.texts:
         with suppress(InvalidOption, UnknownOption):  # a new collection is not made
             _delete_outdated(ChromaLink(database.collection(collection), engine), read)
@@ -218,6 +268,9 @@ def ingest(
             f"the other documents of {collection!r} have caches of other settings, which "
             "'samkv ask' cannot use; 'samkv store sync' computes them again"
         )
+    if read.encodings:
+        kinds = ", ".join(f"{n} {encoding}" for encoding, n in sorted(read.encodings.items()))
+        notes.append(f"files in other encodings than UTF-8: {kinds}; --encoding names another one")
     if found.others:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
         notes.append(f"files of other kinds were left out: {kinds}")
@@ -328,25 +381,31 @@ def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Foun
     def unreadable(error: OSError) -> None:
         skip(Path(str(error.filename)), f"it cannot be read: {error.strerror}", is_failure=True)
 
+    def look_at(file: Path, *, is_named: bool) -> None:
+        kind = file.suffix.lower()
+        if file.is_symlink() and not is_named and (kind in SUFFIXES or file.is_dir()):
+            skip(file, _LINK)
+        elif kind not in SUFFIXES and is_named:  # as of a shell's *
+            why = f"it is not a document; known kinds: {', '.join(SUFFIXES)}"
+            skip(file, why, is_failure=True)
+        elif kind not in SUFFIXES:
+            others[kind or file.name] += 1
+        elif not file.is_file() and is_named:
+            raise InvalidOption(f"{file} must be a regular file; give a file with the text")
+        elif not file.is_file():
+            skip(file, "it is not a regular file")
+        elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # ids of records are text
+            skip(file, "its name is not UTF-8", is_failure=True)
+        else:
+            found.add(file.resolve())
+
     for path in paths:
         below = _below(path, leave_out, unreadable) if path.is_dir() else [path]
         for file in below:
-            is_named, kind = file is path, file.suffix.lower()
-            if file.is_symlink() and not is_named and (kind in SUFFIXES or file.is_dir()):
-                skip(file, _LINK)
-            elif kind not in SUFFIXES and is_named:  # as of a shell's *
-                why = f"it is not a document; known kinds: {', '.join(SUFFIXES)}"
-                skip(file, why, is_failure=True)
-            elif kind not in SUFFIXES:
-                others[kind or file.name] += 1
-            elif not file.is_file() and is_named:
-                raise InvalidOption(f"{path} must be a regular file; give a file with the text")
-            elif not file.is_file():
-                skip(file, "it is not a regular file")
-            elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # ids of records are text
-                skip(file, "its name is not UTF-8", is_failure=True)
-            else:
-                found.add(file.resolve())
+            try:
+                look_at(file, is_named=file is path)
+            except OSError as error:  # a folder that may be listed and not entered
+                skip(file, f"it cannot be read: {error.strerror}", is_failure=True)
     if not found:
         raise EmptyInput(
             f"no document ({', '.join(SUFFIXES)}) in {', '.join(map(str, paths))}"
@@ -360,53 +419,75 @@ def _below(
     folder: Path, leave_out: Path | None, onerror: Callable[[OSError], None]
 ) -> Iterator[Path]:
     """Files in a folder, and links to folders. Hidden ones are ignored, and links not followed."""
-    for root, folders, names in os.walk(folder, onerror=onerror):
-        here = [Path(root, name) for name in sorted(folders) if not name.startswith(".")]
-        kept = [each for each in here if not leave_out or each.resolve() != leave_out.resolve()]
-        folders[:] = [each.name for each in kept]
-        yield from (each for each in kept if each.is_symlink())
-        yield from (Path(root, name) for name in names if not name.startswith("."))
+    left, ignored = [folder], leave_out and leave_out.resolve()
+    while left:  # os.walk calls itself for each folder in a folder
+        here = left.pop()
+        try:
+            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+            folders = {entry.name for entry in shown if entry.is_dir(follow_symlinks=False)}
+            is_ignored = ignored is not None and here.resolve() == ignored
+        except OSError as error:
+            onerror(error)
+            continue
+        if not is_ignored:
+            left += [here / name for name in folders]
+            yield from (here / entry.name for entry in shown if entry.name not in folders)
 
 
-def read_chunks(files: Sequence[Path], model: Runtime, chunk_size: int) -> Read:
+def read_chunks(
+    files: Sequence[Path], model: Runtime, chunk_size: int, limits: ReadLimits | None = None,
+    encoding: str | None = None,
+) -> Read:  # fmt: skip
     """The chunks of ``files``, real paths, each of at most ``chunk_size`` tokens of ``model``.
 
     A file that cannot be read is skipped, so that the others are ingested.
 
     Raises InvalidOption if no file can be read.
     """
-    from samkv_integrations.store.chunk import normalise
+    from samkv_integrations.ingest.reader import DocumentReader, ReadLimits
 
-    read = Read()
-    for file in files:
-        try:
-            document = read_document(file)
-        except (InvalidOption, MissingExtra) as error:
-            said = str(error)
-            why = f"it {said.removeprefix(f'{file} ')}" if said.startswith(str(file)) else said
-            read.skipped.append(Skipped(path=file, why=why, is_failure=True))
-            continue
-        source = str(file)
-        read.sources.append(source)
-        parts = [
-            (number, part)
-            for number, page in enumerate(document.pages, start=1)
-            for part in split(normalise(page), file.suffix, model, chunk_size)
-        ]
-        if not parts:
-            read.skipped.append(Skipped(path=file, why="it holds no text"))
-        title = {"title": document.title} if document.title else {}
-        for number, (page, part) in enumerate(parts):
-            read.ids.append(f"{source}#{number}")
-            read.texts.append(part)
-            paged = {"page": page} if len(document.pages) > 1 else {}
-            read.rows.append({"source": source, **paged, **title})
+    read, limits = Read(), limits or ReadLimits()
+    with DocumentReader.opened(limits, encoding) as reader:
+        for file in files:
+            try:
+                document = reader.read(file)
+            except (InvalidOption, MissingExtra) as error:
+                said = str(error)
+                why = f"it {said.removeprefix(f'{file} ')}" if said.startswith(str(file)) else said
+                read.skipped.append(Skipped(path=file, why=why, is_failure=True))
+            else:
+                _add_chunks(read, file, document, model, chunk_size)
     if not read.sources:
         first = read.skipped[0]
         raise InvalidOption(
             f"none of {count(len(files), 'document')} can be read; {first.path}: {first.why}"
         )
     return read
+
+
+def _add_chunks(
+    read: Read, file: Path, document: Document, model: Runtime, chunk_size: int
+) -> None:
+    from samkv_integrations.store.chunk import normalise
+
+    source = str(file)
+    read.sources.append(source)
+    if document.encoding != UTF_8:
+        read.encodings[document.encoding] += 1
+    parts = [
+        (number, part)
+        for number, page in enumerate(document.pages, start=1)
+        for part in split(normalise(page), file.suffix, model, chunk_size)
+    ]
+    if not parts:
+        read.skipped.append(Skipped(path=file, why="it holds no text"))
+    title = {"title": document.title} if document.title else {}
+    for number, (page, part) in enumerate(parts):
+        read.ids.append(f"{source}#{number}")
+        read.texts.append(part)
+        paged = {"page": page} if len(document.pages) > 1 else {}
+        read.rows.append({"source": source, **paged, **title})
 
 
 def split(body: str, suffix: str, model: Runtime, chunk_size: int) -> list[str]:
@@ -433,8 +514,13 @@ def split(body: str, suffix: str, model: Runtime, chunk_size: int) -> list[str]:
         splitter = kind.from_callback(n_tokens, size)
     else:
         splitter = kind.from_huggingface_tokenizer(fast, size)
+    pieces = [
+        (start + at, piece)
+        for start, end in _parts(body)
+        for at, piece in splitter.chunk_indices(body[start:end])
+    ]
     joined: list[tuple[int, int]] = []  # characters from and to, the last piece first
-    for begin, piece in reversed(splitter.chunk_indices(body)):
+    for begin, piece in reversed(pieces):
         end = begin + len(piece)
         if joined:
             after = body[slice(*joined[-1])]
@@ -443,3 +529,18 @@ def split(body: str, suffix: str, model: Runtime, chunk_size: int) -> list[str]:
                 end = joined.pop()[1]
         joined.append((begin, end))
     return list(filter(None, (normalise(body[begin:end]) for begin, end in reversed(joined))))
+
+
+_MOST_UNBROKEN = 2000
+"""Most characters of a run without white space that is not cut.
+
+The time of the splitter grows with the square of such a run: 22 s for an image of 400 kB as base64.
+"""
+
+
+def _parts(body: str) -> list[tuple[int, int]]:
+    """Where the parts of a text begin and end, so that none has a long run without white space."""
+    cuts = [0]
+    for run in re.finditer(rf"\S{{{_MOST_UNBROKEN},}}", body):
+        cuts += range(run.start() + _MOST_UNBROKEN, run.end(), _MOST_UNBROKEN)
+    return list(pairwise([*cuts, len(body)]))

@@ -101,10 +101,11 @@ def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None
 
     Records stay, so delete them first ('samkv remove'), or their texts are cached again.
     """
-    from samkv_integrations.ingest.documents import read_document
+    from samkv_integrations.ingest.reader import DocumentReader, ReadLimits
     from samkv_integrations.store.chunk import normalise
 
-    documents = [read_document(file, follows_links=True).text for file in given.files or ()]
+    with DocumentReader.opened(ReadLimits()) as reader:
+        documents = [reader.read(file, follows_links=True).text for file in given.files or ()]
     bodies = {normalise(text) for text in given.texts or ()} - {""}
     if not documents and not bodies:
         raise EmptyInput("nothing to forget; name the files of documents, or give --text")

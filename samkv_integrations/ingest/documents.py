@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,13 +17,35 @@ CONVERTED = (".csv", ".docx", ".htm", ".html", ".pdf", ".pptx")
 SUFFIXES = (*TEXTS, *CONVERTED)
 """Suffixes that `read_document` reads; converted formats need the extra ``documents``."""
 
+_OF_TEXT = (".csv", ".htm", ".html")
+
+UTF_8 = "utf-8-sig"
+"""UTF-8, with a byte order mark or without."""
+
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+
+_LIKELY = [
+    "cp1250", "cp1251", "cp1253", "cp1254", "cp1255", "cp1256", "iso8859_2", "koi8_r", "big5",
+    "euc_jp", "euc_kr", "gb18030", "shift_jis",
+]  # fmt: skip
+
+_SAMPLE = 200_000
+"""Bytes by which an encoding is detected."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The text of each page; one page for formats without pages. title: "" if it is unknown."""
+    """The text of each page; one page for formats without pages.
+
+    title: "" if it is unknown. encoding: of a file of text.
+    """
 
     pages: tuple[str, ...]
     title: str = ""
+    encoding: str = UTF_8
 
     @property
     def text(self) -> str:
@@ -34,22 +58,64 @@ def read_text(path: Path) -> str:
     Raises InvalidOption if ``path`` is not a regular file, or cannot be read as UTF-8.
     """
     with _opened(path, os.O_NONBLOCK) as file:
-        return _decoded(path, file)
+        return _decoded(path, _content(path, file), UTF_8)
 
 
-def read_document(path: Path, *, follows_links: bool = False) -> Document:
-    """A document with one of `SUFFIXES`, as Markdown; pages of a PDF as text. Text must be UTF-8.
+def read_document(
+    path: Path, *, encoding: str | None = None, most_bytes: int | None = None,
+    follows_links: bool = False,
+) -> Document:  # fmt: skip
+    """A document with one of `SUFFIXES`, as Markdown; pages of a PDF as text.
 
-    follows_links: whether ``path`` may be a symbolic link. Raises InvalidOption if ``path`` is not
-    a regular file or cannot be read, MissingExtra if markitdown is needed and not installed.
+    encoding: of files of text; None to detect it. most_bytes: of the file. follows_links: whether
+    ``path`` may be a symbolic link.
+
+    Raises InvalidOption if ``path`` is not a regular file, is too large or cannot be read,
+    MissingExtra if a package is needed that is not installed.
     """
     with _opened(path, os.O_NONBLOCK | (0 if follows_links else os.O_NOFOLLOW)) as file:
-        if path.suffix.lower() not in CONVERTED:
-            return Document(pages=(_decoded(path, file),))
-        return _converted(path, file)
+        size = os.fstat(file.fileno()).st_size
+        if most_bytes is not None and size > most_bytes:
+            raise InvalidOption(f"{path} has {size} bytes, and {most_bytes} are allowed at most")
+        suffix = path.suffix.lower()
+        if suffix in CONVERTED and suffix not in _OF_TEXT:
+            return _converted(path, file, None)
+        content = _content(path, file)
+        encoding = encoding or _encoding_of(path, content)
+        if suffix in CONVERTED:
+            converted = _converted(path, BytesIO(content), encoding)
+            return replace(converted, encoding=encoding)
+        return Document(pages=(_decoded(path, content, encoding),), encoding=encoding)
 
 
-def _converted(path: Path, file: BinaryIO) -> Document:
+def _encoding_of(path: Path, content: bytes) -> str:
+    """The encoding of a file of text: that of its byte order mark, UTF-8, or what is likely.
+
+    Raises InvalidOption if none is, MissingExtra if the detector is not installed.
+    """
+    for mark, encoding in _MARKS:
+        if content.startswith(mark):
+            return encoding
+    try:
+        content.decode()
+        return UTF_8
+    except UnicodeDecodeError:
+        pass
+    try:
+        from charset_normalizer import from_bytes
+    except ImportError as error:
+        raise MissingExtra.of("charset-normalizer", "chroma") from error
+    sample = content[:_SAMPLE]
+    # West European text is often taken for cp1250, whose letters are nearly the same
+    for likely in (["cp1252"], _LIKELY):
+        if (found := from_bytes(sample, cp_isolation=likely).best()) is not None:
+            return found.encoding
+    raise InvalidOption(
+        f"{path} cannot be read as text in a likely encoding; name it, or leave the file out"
+    )
+
+
+def _converted(path: Path, file: BinaryIO, encoding: str | None) -> Document:
     try:
         from markitdown import StreamInfo, converters
     except ImportError as error:
@@ -60,7 +126,7 @@ def _converted(path: Path, file: BinaryIO) -> Document:
         ".pdf": converters.PdfConverter, ".pptx": converters.PptxConverter,
     }  # fmt: skip
     convert = kinds.get(suffix, converters.HtmlConverter)().convert
-    about = StreamInfo(extension=suffix, charset="utf-8")
+    about = StreamInfo(extension=suffix, charset=encoding)
     try:
         found = convert(file, about)
     except Exception as error:  # each converter's library has its own errors
@@ -86,8 +152,17 @@ def _opened(path: Path, flags: int) -> BinaryIO:
     return file
 
 
-def _decoded(path: Path, file: BinaryIO) -> str:
+def _content(path: Path, file: BinaryIO) -> bytes:
     try:
-        return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(f"{path} cannot be read as UTF-8 text ({error})") from error
+        return file.read()
+    except OSError as error:
+        raise InvalidOption(f"{path} cannot be read ({error})") from error
+
+
+def _decoded(path: Path, content: bytes, encoding: str) -> str:
+    try:
+        text = content.decode(encoding)
+    except (LookupError, UnicodeError) as error:
+        name = "UTF-8" if encoding == UTF_8 else encoding
+        raise InvalidOption(f"{path} cannot be read as {name} text ({error})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")

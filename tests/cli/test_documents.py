@@ -108,7 +108,7 @@ def test_what_is_damaged_is_named_or_is_text(suffix: str, content: bytes, tmp_pa
     try:
         read_document(file)
     except InvalidOption as error:
-        assert f"bad{suffix} cannot be read as {suffix}" in str(error)
+        assert f"bad{suffix} cannot be read as" in str(error)
     else:
         assert suffix in (".html", ".csv")
 

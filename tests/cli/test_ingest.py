@@ -241,12 +241,25 @@ class TestWhatIsNotRead:
         assert found == {"pipe.txt": "it is not a regular file"}
         assert "a regular file" in error_of("ingest", str(town / "pipe.txt"), "--model", tiny)
 
-    def test_what_is_not_utf_8_does_not_stop_the_others(self, town: Path, tiny: str) -> None:
+    def test_other_encodings_are_detected_and_named(self, town: Path, tiny: str) -> None:
         (town / "latin.txt").write_bytes("Größe".encode("latin-1"))
+        result = run("ingest", str(town), "--model", tiny)
+        assert result.exit_code == 0 and "1 cp1252; --encoding names another" in result.stderr
+        opened = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+        assert "Größe" in str(opened.get()["documents"])
+        line = error_of("ingest", str(town / "latin.txt"), "--model", tiny, "--encoding", "utf-8")
+        assert "none of 1 document can be read" in line and "as utf-8 text" in line
+        assert "one that Python knows" in error_of("ingest", str(town), "--encoding", "utf-9")
+
+    def test_what_is_no_text_does_not_stop_the_others(self, town: Path, tiny: str) -> None:
+        (town / "binary.txt").write_bytes(bytes(range(256)) * 20)
         found = self.skipped(str(town), "--model", tiny, code=1)
-        assert "cannot be read as UTF-8 text" in found["latin.txt"]
-        line = error_of("ingest", str(town / "latin.txt"), "--model", tiny)
-        assert "none of 1 document can be read" in line and "UTF-8" in line
+        assert "cannot be read as text" in found["binary.txt"]
+        (town / "binary.txt").write_bytes(b"text " * 1000)
+        found = self.skipped(str(town), "--model", tiny, "--max-file", "4kB", code=1)
+        assert "has 5000 bytes, and 4000 are allowed at most" in found["binary.txt"]
+        line = error_of("ingest", str(town), "--max-file", "much")
+        assert "max_file" in line.replace("-", "_") and "20GB" in line
 
     @pytest.mark.parametrize("is_named", [False, True])
     def test_a_name_that_is_not_utf_8(self, town: Path, tiny: str, is_named: bool) -> None:
@@ -335,3 +348,37 @@ def test_what_is_refused(town: Path, given: list[str], says: str) -> None:
     assert says in error_of("ingest", str(town), *given)
     (row,) = rows_of("ingest", str(town))
     assert row["n_records"] == len(RECORDS)
+
+
+def test_folders_in_folders_without_end(tmp_path: Path) -> None:
+    deep = tmp_path
+    for _ in range(400):
+        deep = deep / "a"
+        deep.mkdir()
+    (deep / "deep.txt").write_text("deep")
+    (tmp_path / "top.txt").write_text("top")
+    assert [file.name for file in find_documents([tmp_path]).files] == ["deep.txt", "top.txt"]
+
+
+def test_what_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that may be listed and not entered."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if path.name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    found = find_documents([tmp_path])
+    assert [file.name for file in found.files] == ["b.txt"]
+    (skipped,) = found.skipped
+    assert skipped.is_failure and "Permission denied" in skipped.why
+
+
+def test_text_without_white_space_is_cut(tiny: str) -> None:
+    model = load_model(tiny)
+    body = "".join(chr(97 + at * at % 26) for at in range(30_000))
+    assert "".join(split(body, ".md", model, 256)) == body

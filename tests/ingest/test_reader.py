@@ -1,0 +1,209 @@
+"""Documents from elsewhere: no file hangs, fills the memory, or keeps others from being read."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
+
+import pytest
+
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.ingest.documents import read_document
+from samkv_integrations.ingest.reader import DocumentReader, ReadLimits
+
+GOOD = "<html><body><p>The mill stands by the river.</p></body></html>"
+LIMITS = ReadLimits(file_bytes=20 * 10**6, text_bytes=10**6, seconds=4.0, memory_bytes=700 * 10**6)
+
+
+def pdf_of(objects: list[bytes], path: Path) -> None:
+    """A PDF of these objects, whose first one is the catalogue."""
+    body, places = b"%PDF-1.7\n", list[int]()
+    for number, content in enumerate(objects, start=1):
+        places.append(len(body))
+        body += b"%d 0 obj\n%s\nendobj\n" % (number, content)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    n_objects, start = len(objects) + 1, len(body)
+    path.write_bytes(
+        body + b"xref\n0 %d\n0000000000 65535 f \n%s" % (n_objects, table)
+        + b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (n_objects, start)
+    )  # fmt: skip
+
+
+def stream(content: bytes, *, times: int = 1, more: bytes = b"") -> bytes:
+    for _ in range(times):
+        content = zlib.compress(content, 9)
+    filters = b"[" + b" /FlateDecode" * times + b" ]"
+    return b"<< /Length %d /Filter %s %s >>\nstream\n%s\nendstream" % (
+        len(content), filters, more, content,
+    )  # fmt: skip
+
+
+def page_of(content: bytes, path: Path, *more: bytes, resources: bytes = b"") -> None:
+    pages = b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
+    page = (
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 99 99] /Contents 4 0 R /Resources << "
+        + resources + b" >> >>"
+    )  # fmt: skip
+    pdf_of([b"<< /Type /Catalog /Pages 2 0 R >>", pages, page, content, *more], path)
+
+
+def of_itself(folder: Path) -> Path:
+    """A page tree whose node is its own child."""
+    path = folder / "itself.pdf"
+    tree = b"<< /Type /Pages /Kids [2 0 R 2 0 R] /Count 2 /Parent 2 0 R >>"
+    pdf_of([b"<< /Type /Catalog /Pages 2 0 R >>", tree], path)
+    return path
+
+
+def many_states(folder: Path) -> Path:
+    path = folder / "states.pdf"
+    page_of(stream(b"q " * 2_000_000), path)
+    return path
+
+
+def compressed_twice(folder: Path) -> Path:
+    path = folder / "twice.pdf"
+    page_of(stream(b" " * 300_000_000, times=2), path)
+    return path
+
+
+def nested_forms(folder: Path) -> Path:
+    """Form objects, each of which draws the next one ten times."""
+    path, depth = folder / "forms.pdf", 10
+    forms = []
+    for number in range(depth):
+        draws, names = b"/F Do " * 10, b"/XObject << /F %d 0 R >>" % (6 + number)
+        about = b"/Type /XObject /Subtype /Form /BBox [0 0 9 9] /Resources << %s >>" % names
+        forms.append(stream(draws if number < depth - 1 else b"", more=about))
+    page_of(stream(b"/F Do " * 10), path, *forms, resources=b"/XObject << /F 5 0 R >>")
+    return path
+
+
+def docx_of_spaces(folder: Path) -> Path:
+    path = folder / "spaces.docx"
+    name = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+    with ZipFile(path, "w", ZIP_DEFLATED) as file:
+        file.writestr("[Content_Types].xml", "<Types/>")
+        file.writestr("_rels/.rels", "<Relationships/>")
+        with file.open("word/document.xml", "w", force_zip64=True) as part:
+            part.write(f'<w:document xmlns:w="{name}"><w:body><w:p><w:r><w:t>'.encode())
+            for _ in range(400):
+                part.write(b" " * 1_000_000)
+            part.write(b"</w:t></w:r></w:p></w:body></w:document>")
+    return path
+
+
+def wide_csv(folder: Path) -> Path:
+    path = folder / "wide.csv"
+    path.write_text(",".join(map(str, range(200_000))) + "\n" + "x," * 199_999 + "x\n")
+    return path
+
+
+def deep_html(folder: Path) -> Path:
+    path = folder / "deep.html"
+    path.write_text("<div>" * 200_000 + "deep" + "</div>" * 200_000)
+    return path
+
+
+def sparse_text(folder: Path) -> Path:
+    path = folder / "sparse.txt"
+    with path.open("wb") as file:
+        file.truncate(2 * 2**30)
+    return path
+
+
+@pytest.fixture
+def reader() -> Iterator[DocumentReader]:
+    with DocumentReader.opened(LIMITS) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        of_itself, many_states, compressed_twice, nested_forms, docx_of_spaces, wide_csv,
+        deep_html, sparse_text,
+    ],
+)  # fmt: skip
+def test_a_hostile_file_is_read_or_named_and_the_next_one_is_read(
+    write: Callable[[Path], Path], reader: DocumentReader, tmp_path: Path
+) -> None:
+    (tmp_path / "good.html").write_text(GOOD)
+    assert "mill" in reader.read(tmp_path / "good.html").text
+    file, began = write(tmp_path), time.monotonic()
+    try:
+        found = reader.read(file)
+    except InvalidOption as error:
+        assert str(file) in str(error)
+    else:
+        assert len(found.text.encode()) <= LIMITS.text_bytes
+    assert time.monotonic() - began < LIMITS.seconds + 30
+    assert "mill" in reader.read(tmp_path / "good.html").text
+
+
+def test_the_limit_that_is_exceeded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "long.html").write_text("<p>" + "word " * 10_000)
+    (tmp_path / "long.txt").write_text("word " * 10_000)
+    few = ReadLimits(file_bytes=60_000, text_bytes=40_000)
+    with DocumentReader.opened(few) as reader:
+        for name in ("long.html", "long.txt"):
+            with pytest.raises(InvalidOption, match=f"{name} holds .* 40000 are allowed at most"):
+                reader.read(tmp_path / name)
+        (tmp_path / "long.txt").write_text("word " * 20_000)
+        with pytest.raises(InvalidOption, match="100000 bytes, and 60000 are allowed at most"):
+            reader.read(tmp_path / "long.txt")
+    with DocumentReader.opened(ReadLimits(seconds=0.01)) as reader:
+        with pytest.raises(InvalidOption, match=r"more than 0\.01 seconds .* or allow more"):
+            reader.read(tmp_path / "long.html")
+    with DocumentReader.opened(ReadLimits(memory_bytes=1)) as reader:
+        with pytest.raises(InvalidOption, match="more than 1 bytes of memory"):
+            reader.read(tmp_path / "long.html")
+
+
+def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "good.html").write_text(GOOD)
+    with DocumentReader.opened(LIMITS) as reader:
+        assert "mill" in reader.read(tmp_path / "good.html").text
+        (process,) = active_children()
+        process.kill()
+        process.join()
+        assert "mill" in reader.read(tmp_path / "good.html").text
+        (process,) = active_children()
+    assert not process.is_alive()
+
+
+TEXT = "Größe und Preis: 5 € für zwei Stück.\nLe café coûte 3 € à l’hôtel."
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [
+        ("utf-8", TEXT), ("utf-8-sig", TEXT), ("utf-16", TEXT), ("utf-32", TEXT),
+        ("cp1252", TEXT), ("cp1252", "El niño comió piñas y mañana irá a España."),
+        ("latin-1", "Die Straße ist schön."),
+        ("cp1251", "Привет, как дела? Сегодня хорошая погода в Москве."),
+        ("cp1250", "Příliš žluťoučký kůň úpěl ďábelské ódy."),
+        ("shift_jis", "東京は日本の首都です。人口は千四百万人です。"),
+    ],
+)  # fmt: skip
+def test_an_encoding_is_detected(encoding: str, text: str, tmp_path: Path) -> None:
+    for suffix in (".txt", ".csv"):
+        file = tmp_path / f"text{suffix}"
+        file.write_bytes(text.encode(encoding))
+        assert text.split()[0].strip(",") in read_document(file).text
+
+
+def test_an_encoding_can_be_given_and_wrong_ones_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes("ďábelské ódy".encode("cp1250"))
+    assert read_document(file, encoding="cp1250").text == "ďábelské ódy"
+    with pytest.raises(InvalidOption, match="text.txt cannot be read as ascii text"):
+        read_document(file, encoding="ascii")
+    file.write_bytes(os.urandom(4000))
+    with pytest.raises(InvalidOption, match="cannot be read as"):
+        read_document(file)
