@@ -139,7 +139,7 @@ def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
 def test_without_the_library_the_extra_is_named(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "markitdown", None)
+    monkeypatch.setitem(sys.modules, "psutil", None)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/a.txt").write_text(MILL)
     html(tmp_path / "docs/b.html")
