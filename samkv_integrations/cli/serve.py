@@ -54,6 +54,10 @@ class Serving:
     max_body: Annotated[
         str, typer.Option(hidden=True, help="Most bytes of a request, such as 8MB.")
     ] = "8MB"
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(hidden=True, help="Origin of web pages that may use it; repeat for more."),
+    ] = None
     timeout: Annotated[float | None, args.flag(AnswerOptions, "timeout")] = None
     grace: Annotated[
         int, typer.Option(min=0, hidden=True, help="Seconds for running answers at shutdown.")
@@ -132,6 +136,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
         most_tokens=serving.max_tokens, timeout_s=serving.timeout,
         logs_prompts=serving.log_prompts, max_body_bytes=max_body,
+        cors_origins=serving.cors_origin or (),
     )  # fmt: skip
 
     def say(at: str) -> None:

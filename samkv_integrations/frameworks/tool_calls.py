@@ -136,9 +136,9 @@ class ToolUse:
         if isinstance(choice, Mapping):
             function = choice.get("function", choice)
             choice = function.get("name", choice) if isinstance(function, Mapping) else choice
-        if choice in (None, False, "auto"):
+        if choice is None or choice is False or choice == "auto":  # 0 and 1 equal booleans
             forced: tuple[str, ...] = ()
-        elif choice in (True, "any", "required"):
+        elif choice is True or choice in ("any", "required"):
             forced = names
         elif choice in names:
             forced = (str(choice),)
@@ -287,12 +287,23 @@ def _moved(schema: Any, name: str) -> Any:  # noqa: ANN401
         return [_moved(item, name) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        key: f"#/$defs/{name}{value[1:]}"
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, name)
-        for key, value in schema.items()
-    }
+    moved = dict[str, Any]()
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = f"#/$defs/{name}{value[1:]}"
+        elif key in _OF_VALUES:
+            moved[key] = value
+        elif key in _OF_NAMES and isinstance(value, Mapping):
+            moved[key] = {each: _moved(schema_of, name) for each, schema_of in value.items()}
+        else:
+            moved[key] = _moved(value, name)
+    return moved
+
+
+_OF_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of JSON Schema that hold values, which are no schemas."""
+_OF_NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords that hold a schema for each name; a name may be that of a keyword."""
 
 
 # -- turns of a chat -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from samkv_integrations import release
@@ -63,6 +64,11 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     app.add_middleware(
         Guard, keys=keys, max_body_bytes=settings.max_body_bytes, metrics=service.metrics
     )
+    if settings.cors_origins:  # in front of the guard: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"], expose_headers=["x-request-id"],
+        )  # fmt: skip
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(RequestValidationError)
@@ -135,8 +141,12 @@ def _of_framework(request: Request, error: HTTPException) -> Failure:
             400, "the body cannot be read: it must be JSON in UTF-8, with numbers of at most "
             "4,300 digits, and without deeply nested lists and objects",
         )  # fmt: skip
-    what = f"{request.method} {request.url.path[:80]}"
-    message = f"{what}: {error.detail}; /openapi.json lists all paths"
+    path = request.url.path
+    what, known = f"{request.method} {path[:80]}", request.app.openapi()["paths"].keys()
+    trimmed = path.rstrip("/")
+    meant = next((each for each in (trimmed, f"/v1{trimmed}") if each in known - {path}), None)
+    hint = f"send it to {meant}" if meant else "/openapi.json lists all paths"
+    message = f"{what}: {error.detail}; {hint}"
     if error.status_code == 405:
         return Failure(405, message, code="method_not_allowed")
     return Failure(error.status_code, message, code="not_found")

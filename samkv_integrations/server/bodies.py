@@ -17,6 +17,7 @@ from pydantic import (
     FailFast,
     Field,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -31,8 +32,13 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 """Most stop strings of a request, and characters of each. Every token is checked against all of
 them, and other answers wait meanwhile."""
 
+MAX_ARGUMENTS = 500_000
+"""Most characters of a call's arguments, which are parsed as JSON of their own."""
+
 MAX_TOOLS = 128
 """Most tools of a request, and calls of a message."""
+
+MAX_TEMPERATURE = 2
 
 
 def _no_boolean(value: object) -> object:
@@ -84,6 +90,7 @@ def _text_of(content: object) -> object:
                 {"kind": ascii(kind)[:80]},  # pydantic cannot write lone surrogates
             )  # fmt: skip
         given = _without_empty(part)
+        given.pop("cache_control", None)  # caches need no marks
         if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
             raise PydanticCustomError("text_part", "a part of type 'text' needs a string 'text'")
     return "\n".join(part["text"] for part in content)
@@ -100,7 +107,7 @@ class CalledFunction(Body):
     """The function of a call. arguments: JSON of an object. parsed_arguments: ignored."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)]
     parsed_arguments: Any = None
 
 
@@ -129,6 +136,7 @@ class Message(Body):
     refusal: str | None = None
     annotations: Annotated[list[Any] | None, Field(max_length=1024)] = None
     parsed: Any = None
+    cache_control: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -182,10 +190,11 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool in the form of chat completions."""
+    """A tool in the form of chat completions. cache_control: accepted, without effect."""
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
 
     @property
     def tool(self) -> dict[str, Any]:
@@ -273,6 +282,20 @@ class Asked(SamplingFields, Body):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _all_tokens(cls, top_k: object) -> object:
+        return 0 if type(top_k) is int and top_k == -1 else top_k  # as other servers name them
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float | None) -> float | None:
+        if temperature is not None and temperature > MAX_TEMPERATURE:
+            raise PydanticCustomError(
+                "temperature", "it must be at most {most}", {"most": MAX_TEMPERATURE}
+            )
+        return temperature
+
     @model_validator(mode="after")
     def _check_stream(self) -> Asked:
         if "stream_options" in self.model_fields_set and not self.stream:
@@ -296,8 +319,8 @@ class AskedInChat(Asked):
 
     tool_choice: which tool must be called: ``none``, ``auto``, ``required``, or a name, also as
     OpenAI's API has it. parallel_tool_calls: whether an answer may hold several calls.
-    max_completion_tokens: another name of max_tokens. safety_identifier, prompt_cache_key: accepted
-    and ignored.
+    max_completion_tokens: another name of max_tokens. safety_identifier, prompt_cache_key,
+    prompt_cache_retention: accepted and ignored. store: accepted, but nothing is stored.
     """
 
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -308,6 +331,8 @@ class AskedInChat(Asked):
     service_tier: Literal["auto", "default"] = "auto"
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: bool = False
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
@@ -356,7 +381,8 @@ class ChatRequest(AskedInChat):
     response_format: ResponseFormat = ResponseFormat()
     logprobs: Literal[False] = False
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
-    store: Literal[False] = False
+    reasoning_effort: Literal["none"] = "none"
+    verbosity: Literal["medium"] = "medium"
 
     @property
     def form(self) -> ResponseFormat:
@@ -425,14 +451,21 @@ class TextOptions(Body):
     """The form of an answer."""
 
     format: TextForm = TextForm()
+    verbosity: Literal["medium"] = "medium"
+
+
+class Reasoning(Body):
+    """How a model that reasons does so: not at all."""
+
+    effort: Literal["none"] = "none"
 
 
 class ResponseRequest(AskedInChat):
     """``POST /v1/responses``.
 
     input: a user message, or several messages, calls and their results. instructions: a system
-    message before them. max_output_tokens: the same as ``max_tokens``. store: accepted, but
-    nothing is stored.
+    message before them. max_output_tokens: the same as ``max_tokens``. truncation: a prompt that is
+    too long is refused in any case. include: of what there is none.
     """
 
     tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = []
@@ -442,10 +475,10 @@ class ResponseRequest(AskedInChat):
     instructions: str | None = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, alias="max_output_tokens")] = None
     text: TextOptions = TextOptions()
-    store: bool = False
+    reasoning: Reasoning = Reasoning()
     background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-    include: Annotated[list[str], Field(max_length=0)] = []
+    truncation: Literal["disabled", "auto"] = "disabled"
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] = []
 
     @property
     def turns(self) -> list[dict[str, Any]]:

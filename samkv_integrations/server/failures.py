@@ -112,6 +112,8 @@ class Failure(HTTPException):
                 return cls(400, message, param=param, code="unsupported_parameter")
             case "missing":
                 return cls(400, f"{param or 'the body'} is missing; give it", param=param)
+            case "too_short" if where:
+                return cls(400, f"{param} is empty; give at least one", param=param)
         given, words = error.get("input"), error["msg"]
         if not where:
             if isinstance(given, bytes):

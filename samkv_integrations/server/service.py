@@ -59,6 +59,7 @@ class Settings:
     model_name: the name that clients use. most_tokens: most tokens of an answer whose client names
     no number. timeout_s: most seconds of an answer, waiting included; None for no limit.
     logs_prompts: whether prompts are logged, at INFO. max_body_bytes: most bytes of a request.
+    cors_origins: web pages of other origins that a browser lets use the server.
     """
 
     model_name: str
@@ -66,6 +67,7 @@ class Settings:
     timeout_s: float | None = None
     logs_prompts: bool = False
     max_body_bytes: int = 8_000_000
+    cors_origins: Sequence[str] = ()
 
 
 class Metrics:

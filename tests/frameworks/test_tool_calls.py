@@ -217,3 +217,27 @@ class TestForced:
             InvalidOption, match="allowed: none, auto, any, required, or one of find_town"
         ):
             use(choice=choice)
+
+
+def test_values_that_look_like_references_stay() -> None:
+    """And properties may have the names of keywords."""
+    data = {"$ref": "#/data"}
+    schema = {
+        "type": "object", "examples": [data],
+        "properties": {
+            "default": {"$ref": "#/$defs/when"},
+            "enum": {"enum": [data, "x"], "default": data},
+            "const": {"const": data},
+        },
+        "$defs": {"when": {"enum": ["today"]}},
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    made = json.dumps(ToolUse.of(tool_model("hermes"), [tool], "required").json_schema)
+    assert made.count('{"$ref": "#/data"}') == 4
+    assert '"default": {"$ref": "#/$defs/tool0/$defs/when"}' in made
+
+
+@pytest.mark.parametrize("choice", [0, 1, 1.0])
+def test_numbers_are_no_choice_of_tools(choice: object) -> None:
+    with pytest.raises(InvalidOption, match="tool_choice"):
+        use(choice=choice)

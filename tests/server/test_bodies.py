@@ -11,6 +11,7 @@ import pytest
 from tests.server.conftest import App
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
@@ -52,6 +53,10 @@ def says(*content: object) -> dict[str, Any]:
             ]
         ),
         chat(tool_choice="required"),
+        chat(top_k=-1, temperature=2, store=True, reasoning_effort="none", verbosity="medium"),
+        chat(prompt_cache_retention="24h"),
+        says([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]),
+        chat(messages=[{"role": "user", "content": "Q?", "cache_control": {"type": "ephemeral"}}]),
     ],
 )  # fmt: skip
 async def test_chats_that_are_taken(body: dict[str, Any], app: App) -> None:
@@ -83,7 +88,11 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(presence_penalty=0.5), "presence_penalty"),
         (chat(logit_bias={"50": 1.0}), "logit_bias"),
         (chat(modalities=["audio"]), "modalities.0"),
-        (chat(store=True), "store"),
+        (chat(reasoning_effort="high"), "reasoning_effort"),
+        (chat(verbosity="low"), "verbosity"),
+        (chat(tools=[TOOL], tool_choice=1), "tool_choice"),
+        (chat(temperature=2.5), "temperature"),
+        (chat(top_k=-2), "top_k"),
         (chat(prompt="Q?"), "prompt"),
         (chat(max_tokens=0), "max_tokens"),
         (chat(max_tokens=2.5), "max_tokens"),
@@ -140,7 +149,7 @@ async def test_chats_that_are_refused(body: object, param: str | None, app: App)
         (chat(n=2), "n=2: only 1 is supported here"),
         (chat(max_tokens=0), "max_tokens=0: Input should be greater than or equal to 1"),
         (chat(seed="s"), "seed='s': Input should be a valid integer"),
-        (chat(messages=[]), "messages=...: List should have at least 1 item"),
+        (chat(messages=[]), "messages is empty; give at least one"),
         (chat(stream_options={}), "the body: stream_options needs stream=true"),
     ],
 )
@@ -244,8 +253,12 @@ async def test_stop_strings_that_hold_others_up(stop: list[str], app: App) -> No
 
 
 async def test_a_path_with_a_slash_too_many(app: App) -> None:
-    reply = await app.client.posted(f"{CHAT}/", chat())
-    assert (reply.status, reply.error["code"]) == (404, "not_found"), reply.text
+    for path in (f"{CHAT}/", "/chat/completions", "/chat/completions/"):
+        reply = await app.client.posted(path, chat())
+        assert (reply.status, reply.error["code"]) == (404, "not_found"), reply.text
+        assert reply.error["message"].endswith(f"send it to {CHAT}")
+    reply = await app.client.posted("/v1/audio", chat())
+    assert reply.error["message"].endswith("/openapi.json lists all paths")
 
 
 async def test_a_method_that_a_path_does_not_have(app: App) -> None:
@@ -257,3 +270,13 @@ async def test_a_timeout_of_the_client_is_at_most_the_servers(make_app: Callable
     for given, ours in ((1e-6, None), (1e-6, 60.0), (60.0, 1e-6)):
         reply = await make_app(timeout_s=ours).client.posted(CHAT, chat(samkv={"timeout": given}))
         assert (reply.status, reply.error["code"]) == (504, "timeout"), reply.text
+
+
+async def test_arguments_of_a_call_that_are_too_long(make_app: Callable[..., App]) -> None:
+    """They are JSON within a string, whose parts the limit of bodies does not see."""
+    long = CALL | {"function": {"name": "f", "arguments": "[" * 500_001}}
+    body = chat(messages=[{"role": "assistant", "tool_calls": [long]}])
+    reply = await make_app(max_body_bytes=1_000_000).client.posted(CHAT, body)
+    assert (reply.status, reply.error["param"]) == (
+        400, "messages.0.tool_calls.0.function.arguments",
+    )  # fmt: skip

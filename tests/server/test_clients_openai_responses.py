@@ -76,13 +76,25 @@ def test_an_answer_is_sent_back_as_it_came(client: OpenAI, live: LiveServer) -> 
     assert second.output_text == live.answer([*CHAT, said, last])
 
 
+def test_what_asks_for_nothing_that_is_lacking_is_taken(client: OpenAI) -> None:
+    marked = {"type": "input_text", "text": "Who?", "cache_control": {"type": "ephemeral"}}
+    answer = client.responses.create(
+        **ASK | {"input": [{"role": "user", "content": [marked]}]}, truncation="auto", store=True,
+        include=["reasoning.encrypted_content"], reasoning={"effort": "none"},
+        text={"verbosity": "medium"}, extra_body={"prompt_cache_retention": "24h", "top_k": -1},
+    )  # fmt: skip
+    assert answer.output_text
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "always"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"input": []}, "input"),
         ({"extra_body": {"max_tokens": 2}}, "None"),
         ({"text": {"format": {"type": "json_object", "schema": {"type": "array"}}}}, "text"),

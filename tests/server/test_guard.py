@@ -234,3 +234,19 @@ async def test_answers_of_engines_are_counted_whenever_they_were_opened(app: App
 async def test_clients_cannot_say_who_asks(app: App) -> None:
     reply = await app.client.posted("/v1/completions", ASKED | {"samkv": {"owner": "another"}})
     assert reply.status == 400 and "owner" in reply.error["message"]
+
+
+async def test_web_pages_of_named_origins_only(make_app: Callable[..., App]) -> None:
+    page, asks = "https://chat.example.org", {"access_control_request_method": "POST"}
+    app = make_app(keys="sk-of-the-red-team", cors_origins=[page])
+    for origin, is_allowed in ((page, True), ("https://other.example.org", False)):
+        asked = app.client.begin("OPTIONS", "/v1/chat/completions", [b""], origin=origin, **asks)
+        first = await asked.end()
+        got = await app.of("sk-of-the-red-team").got("/v1/models", origin=origin)
+        assert (first.status == 200, got.status) == (is_allowed, 200)
+        for reply in (first, got):
+            allowed = reply.headers.get("access-control-allow-origin")
+            assert allowed == (page if is_allowed else None)
+    plain = make_app(keys="sk-of-the-red-team")
+    asked = plain.client.begin("OPTIONS", "/v1/chat/completions", [b""], origin=page, **asks)
+    assert (await asked.end()).status == 401
