@@ -37,8 +37,7 @@ class Report:
     exact_tokens: context tokens that were not computed, and whose entries equal full prefill's:
         exact ones in the cached prefix, and those of chunks with an exact cache.
     found: chunks recognised in the prompt, with or without a cache; one that occurs twice counts
-        twice. A chunk that the next three fields do not count was computed with the rest of the
-        prompt.
+        twice. Each is counted by one of the next three fields, or by ``whole_chunks``.
     reused: chunks whose cache was in the store before, and was used at least in part.
     prefix_chunks: other chunks that lie in the cached prefix, wholly or in part.
     computed_now: chunks that were computed as chunks for this prompt, and stored for later ones,
@@ -105,13 +104,25 @@ class Report:
         computed = self.uncached_tokens + self.recompute_ratio * self.context_tokens
         return max(0, round(self.prompt_tokens - computed))
 
+    @property
+    def whole_chunks(self) -> int:
+        """Found chunks that were computed with the rest of the prompt.
+
+        They had no usable cache, full prefill was faster, or the method computed all their tokens.
+        """
+        return self.found - self.reused - self.prefix_chunks - self.computed_now
+
     def __str__(self) -> str:
         """What ran, what was reused, and how long it took."""
         ran = self.ran if self.ran == self.method else f"{self.method}, which ran {self.ran}"
         misses = ", ".join(f"{n} {reason}" for reason, n in sorted(self.chunk_misses.items()))
-        from_memory = f", {self.prefix_chunks} from memory" if self.prefix_chunks else ""
+        counted = {
+            "from memory": self.prefix_chunks, "computed and stored": self.computed_now,
+            "computed with the prompt": self.whole_chunks if self.reused else 0,
+        }  # fmt: skip
+        others = "".join(f", {n} {what}" for what, n in counted.items() if n)
         return (
-            f"{ran}: {self.reused} of {self.found} chunks reused{from_memory}"
+            f"{ran}: {self.reused} of {self.found} chunks reused{others}"
             f"{f' (missed: {misses})' if misses else ''}, {self.cached_tokens} of "
             f"{self.prompt_tokens} prompt tokens not computed, first token after "
             f"{self.ttft_s:.2f} s, {self.completion_tokens} tokens"

@@ -144,6 +144,8 @@ def test_reports_add_up(engine: Engine, method: str) -> None:
     assert report.bytes_read > 0
     assert report.ttft_s >= report.probe_s + report.select_s + report.load_s + report.blend_s
     assert report.completion_tokens == 5
+    is_full = report.ran == "recompute"
+    assert (report.found, report.whole_chunks) == (len(TEXTS), len(TEXTS) if is_full else 0)
     for name, value in report.to_dict().items():
         assert value is None or isinstance(value, str | int | float | dict), name
 
