@@ -40,6 +40,7 @@ def doctor(
     from samkv_integrations.runtimes import load_runtime, runtime_for
     from samkv_integrations.store.disk import ChunkStore
 
+    typer.echo("Checking, for minutes with a large model ...", err=True)
     examine, verdict = _checks_of(runtime_for(model, of_runtime.runtime).name)
     # costs are kept by number of threads
     loaded = load_runtime(model, device=device, dtype=dtype, **of_runtime.of_runtime(model))
