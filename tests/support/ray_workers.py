@@ -24,8 +24,8 @@ class WatchedWorker(CacheWorker):
     of its files are written. A batch with the text of the file ``deadly`` kills every worker.
     """
 
-    def __init__(self, source: ModelSource, probe_key: str, n_threads: int) -> None:
-        super().__init__(source, probe_key, n_threads)
+    def __init__(self, source: ModelSource, probe_key: str) -> None:
+        super().__init__(source, probe_key)
         assert source.kv_dir is not None
         self._folder = Path(source.kv_dir).parent
         deadly = self._folder / "deadly"

@@ -84,7 +84,7 @@ for command in (
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, (command, done.output, done.exception)
     if command[0] == "ask":
-        assert "2 of 2 chunks reused" in done.stdout, done.stdout
+        assert "1 of 1 chunks reused" in done.stdout, done.stdout
 done = CliRunner().invoke(app, ["doctor"])  # of the built-in model
 assert done.exit_code == 2 and "'.[transformers]'" in done.output, done.output
 """
