@@ -75,7 +75,7 @@ class ChromaLink:
                     f"the chunk caches in {caches} lie inside Chroma's folder {folder}; "
                     f"give a folder beside it, such as {folder.with_name(folder.name + '-kv')}"
                 )
-        self._words = WordIndex.of(self._records, engine.store.path)
+        self._words = WordIndex.of(self._records, engine.store.path, engine.store.namespace)
         self._owner = Ownership(engine.store, self._records)
         self._owner.try_claim()
 
@@ -138,10 +138,14 @@ class ChromaLink:
                     chunks.compute(page, on_written=bar.update)
                 computed |= {ref.key for ref in page}
                 keys = [ref.key if ref else None for ref in found[part]]
-                replaced |= self._records.write(
-                    ids[part], texts[part], embeddings[part], rows[part], keys
-                )
-                self._words.put(ids[part], texts[part])
+                try:
+                    replaced |= self._records.write(
+                        ids[part], texts[part], embeddings[part], rows[part], keys
+                    )
+                    self._words.put(ids[part], texts[part])
+                except BaseException:  # records may have been written
+                    self._words.forget()
+                    raise
         n_released = self._release(replaced)
         # If no cache was missing, none was evicted.
         made = {ref.key for ref in refs} if missed else set()
@@ -323,6 +327,8 @@ class ChromaLink:
             for rows in self._records.pages(ids, ["documents", "metadatas"]):
                 referenced |= self._sync_page(rows, build_missing, done)
                 bar.update(len(rows["ids"]))
+        if self._words.exists:
+            self._words.rebuild()
         if prune:
             self._prune(referenced, grace_s, done)
         return SyncResult(**done, seconds=time.perf_counter() - began)
@@ -373,7 +379,7 @@ class ChromaLink:
         store, models = self.engine.store, self.engine.store.fingerprints()
         collections = self._records.collections()
         if store.path is not None:
-            remove_others(store.path, [str(one.id) for one in collections])
+            remove_others(store.path, store.namespace, [str(one.id) for one in collections])
         for collection in collections:
             if collection.id != self.collection.id:
                 referenced = referenced | self._keys_of_texts(collection)
@@ -417,10 +423,12 @@ class ChromaLink:
             StoreError: the index of words cannot be used.
         """
         _check_count(k)
-        if self._words.count() != self._require_records():
-            self._words.rebuild()
+        n_records, same = self._require_records(), list[str]()
+        if self._words.count() != n_records:
+            self._words.rebuild(n_records)
         for _ in range(2):
-            found = self._words.search(question, k)
+            if not (found := self._words.search(question, k)):  # no record has a text
+                break
             page = self._records.read(
                 self.collection, ids=[*found], include=["documents", "metadatas"]
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -49,9 +50,9 @@ _STOP_WORDS = frozenset(
 class WordIndex(Database):
     """Finds the records that share words with a question.
 
-    It is made of the records at the first question, then `put` and `delete` follow them. What
-    another client of the database has changed is noticed at the next question, and the index is
-    made anew. Raises StoreError as `Database` does.
+    It is made of the records at the first question, then `put` and `delete` follow them. If another
+    client of the database has changed records, it is made anew at the next question whose count
+    of records or texts differ, and by `ChromaLink.sync`. Raises StoreError as `Database` does.
 
     folder: of the index of this collection; None to keep it in memory.
     """
@@ -61,11 +62,15 @@ class WordIndex(Database):
         self._records, self._place = records, folder
 
     @classmethod
-    def of(cls, records: Records, caches: Path | None) -> WordIndex:
-        """The index of a collection. caches: the folder of its chunk caches, if there is one."""
+    def of(cls, records: Records, caches: Path | None, namespace: str) -> WordIndex:
+        """The index of a collection.
+
+        caches: the folder of its chunk caches, if there is one. namespace: of the caches; each
+        belongs to one database.
+        """
         if caches is None or not os.access(caches, os.W_OK):
             return cls(records, None)
-        return cls(records, caches / FOLDER / str(records.collection.id))
+        return cls(records, _folder(caches, namespace) / str(records.collection.id))
 
     def fill(self, connection: sqlite3.Connection) -> None:
         for page in self._records.pages(self._records.ids(None), ["documents"]):
@@ -124,18 +129,28 @@ class WordIndex(Database):
         except StoreError:
             self._discard()
 
-    def rebuild(self) -> None:
-        """Make it anew of the present records."""
+    def forget(self) -> None:
+        """Have the next question make it anew."""
+        self._discard()
+
+    def rebuild(self, n_records: int | None = None) -> None:
+        """Make it anew of the present records, unless it has ``n_records``."""
         with self.transaction(writes=True) as connection:
+            if n_records is not None and self.count() == n_records:  # by another thread
+                return
             connection.execute("DELETE FROM records")
             self.fill(connection)
             connection.execute("INSERT INTO words(words) VALUES ('optimize')")
 
 
-def remove_others(caches: Path, collections: Iterable[str]) -> None:
-    """Delete the indexes of collections that do not exist any more. collections: ids."""
+def _folder(caches: Path, namespace: str) -> Path:
+    return caches / FOLDER / hashlib.blake2b(namespace.encode(), digest_size=8).hexdigest()
+
+
+def remove_others(caches: Path, namespace: str, collections: Iterable[str]) -> None:
+    """Delete the indexes of a namespace's collections that do not exist any more, by their ids."""
     known = set(collections)
-    for folder in (caches / FOLDER).glob("*"):
+    for folder in _folder(caches, namespace).glob("*"):
         if folder.name not in known:
             try:
                 shutil.rmtree(folder)

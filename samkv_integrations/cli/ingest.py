@@ -541,6 +541,6 @@ The time of the splitter grows with the square of such a run: 22 s for an image 
 def _parts(body: str) -> list[tuple[int, int]]:
     """Where the parts of a text begin and end, so that none has a long run without white space."""
     cuts = [0]
-    for run in re.finditer(rf"\S{{{_MOST_UNBROKEN},}}", body):
+    for run in re.finditer(rf"(?<!\S)\S{{{_MOST_UNBROKEN},}}", body):
         cuts += range(run.start() + _MOST_UNBROKEN, run.end(), _MOST_UNBROKEN)
     return list(pairwise([*cuts, len(body)]))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import stat
+from codecs import lookup
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +20,9 @@ CONVERTED = (".csv", ".docx", ".htm", ".html", ".pdf", ".pptx")
 SUFFIXES = (*TEXTS, *CONVERTED)
 """Suffixes that `read_document` reads; converted formats need the extra ``documents``."""
 
-_OF_TEXT = (".csv", ".htm", ".html")
+_HTML = (".htm", ".html")
+_OF_TEXT = (".csv", *_HTML)
+_DECLARED = re.compile(rb"charset=[\"']?([\w-]+)", re.IGNORECASE)
 
 UTF_8 = "utf-8-sig"
 """UTF-8, with a byte order mark or without."""
@@ -81,11 +86,18 @@ def read_document(
         if suffix in CONVERTED and suffix not in _OF_TEXT:
             return _converted(path, file, None)
         content = _content(path, file)
-        encoding = encoding or _encoding_of(path, content)
+        encoding = _named(encoding) if encoding else _encoding_of(path, content)
         if suffix in CONVERTED:
             converted = _converted(path, BytesIO(content), encoding)
             return replace(converted, encoding=encoding)
         return Document(pages=(_decoded(path, content, encoding),), encoding=encoding)
+
+
+def _named(encoding: str) -> str:
+    """The encoding, without a byte order mark if it is UTF-8."""
+    with suppress(LookupError):
+        return UTF_8 if lookup(encoding).name in ("utf-8", UTF_8) else encoding
+    return encoding
 
 
 def _encoding_of(path: Path, content: bytes) -> str:
@@ -96,23 +108,40 @@ def _encoding_of(path: Path, content: bytes) -> str:
     for mark, encoding in _MARKS:
         if content.startswith(mark):
             return encoding
+    sample = content[:_SAMPLE]
+    if b"\0" in sample:
+        raise InvalidOption(
+            f"{path} cannot be read as text: it holds NUL bytes; name its encoding, or leave it out"
+        )
     try:
         content.decode()
         return UTF_8
-    except UnicodeDecodeError:
-        pass
+    except UnicodeDecodeError as error:
+        text = content.decode(errors="replace")
+        n_bad = text.count("\ufffd")
+        if sum(map(text.count, set(text) - set(map(chr, range(128))))) > 10 * n_bad:
+            raise InvalidOption(
+                f"{path} is UTF-8 but for {n_bad} bytes ({error}); mend it, or name its encoding"
+            ) from error
+    if path.suffix.lower() in _HTML and (declared := _DECLARED.search(sample)):
+        with suppress(LookupError):
+            return lookup(declared[1].decode()).name
     try:
         from charset_normalizer import from_bytes
     except ImportError as error:
         raise MissingExtra.of("charset-normalizer", "chroma") from error
-    sample = content[:_SAMPLE]
-    # West European text is often taken for cp1250, whose letters are nearly the same
-    for likely in (["cp1252"], _LIKELY):
-        if (found := from_bytes(sample, cp_isolation=likely).best()) is not None:
-            return found.encoding
-    raise InvalidOption(
-        f"{path} cannot be read as text in a likely encoding; name it, or leave the file out"
-    )
+    if len(content) > len(sample):  # it may end within a character
+        sample = sample[: sample.rfind(b"\n") + 1] or sample
+    found = from_bytes(sample, cp_isolation=["cp1252", *_LIKELY])
+    if (best := found.best()) is None:
+        raise InvalidOption(
+            f"{path} cannot be read as text in a likely encoding; name it, or leave the file out"
+        )
+    for each in found:  # of equally likely ones the usual one
+        is_likely = each.chaos <= best.chaos and each.coherence >= best.coherence
+        if is_likely and "cp1252" in each.could_be_from_charset:
+            return "cp1252"
+    return best.encoding
 
 
 def _converted(path: Path, file: BinaryIO, encoding: str | None) -> Document:
@@ -162,6 +191,7 @@ def _content(path: Path, file: BinaryIO) -> bytes:
 def _decoded(path: Path, content: bytes, encoding: str) -> str:
     try:
         text = content.decode(encoding)
+        text.encode()  # an encoding may give half characters, which nothing can store
     except (LookupError, UnicodeError) as error:
         name = "UTF-8" if encoding == UTF_8 else encoding
         raise InvalidOption(f"{path} cannot be read as {name} text ({error})") from error

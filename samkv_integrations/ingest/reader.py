@@ -77,16 +77,18 @@ class DocumentReader:
             raise MissingExtra.of("psutil", "documents") from error
         limits, (process, connection) = self._limits, self._started()
         until = time.monotonic() + limits.seconds
-        connection.send((path, limits, self._encoding, follows_links))
-        while not connection.poll(_POLL_S):
-            if time.monotonic() > until:
-                self._exceeded(f"{path} took more than {limits.seconds:g} seconds to read")
-            with suppress(NoSuchProcess):
-                if Process(process.pid).memory_info().rss > limits.memory_bytes:
-                    self._exceeded(f"{path} needs more than {limits.memory_bytes} bytes of memory")
         try:
+            connection.send((path, limits, self._encoding, follows_links))
+            while not connection.poll(_POLL_S):
+                if time.monotonic() > until:
+                    self._exceeded(f"{path} took more than {limits.seconds:g} seconds to read")
+                with suppress(NoSuchProcess):
+                    if Process(process.pid).memory_info().rss > limits.memory_bytes:
+                        self._exceeded(
+                            f"{path} needs more than {limits.memory_bytes} bytes of memory"
+                        )
             kind, *found = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._exceeded(f"{path} has ended the process that reads documents")
         if kind == Document.__name__:
             return Document(**found[0])

@@ -66,8 +66,9 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
     )
     if settings.cors_origins:  # in front of the guard: a browser asks first, without a key
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"], expose_headers=["x-request-id"],
+            CORSMiddleware, allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
+            expose_headers=["x-request-id"],
         )  # fmt: skip
 
     @app.exception_handler(HTTPException)

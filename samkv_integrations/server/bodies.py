@@ -180,6 +180,7 @@ class Function(Body):
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False
+    cache_control: Any = None
 
     @property
     def tool(self) -> dict[str, Any]:

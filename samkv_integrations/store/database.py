@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from samkv_integrations.errors import StoreError
+from samkv_integrations.errors import SamkvError, StoreError
 
 BUSY_S = 20.0
 """Seconds to wait for another process that holds the lock."""
@@ -78,7 +78,7 @@ class Database:
                 with connection:  # commits, or rolls back
                     connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
                     yield connection
-            except UnicodeEncodeError:  # of the caller's values; no row is damaged
+            except (UnicodeEncodeError, SamkvError):  # of the caller; no row is damaged
                 raise
             except (sqlite3.Error, OSError, *_BAD_VALUES) as error:
                 where = f"the index of {self._folder or 'the store'}"
@@ -133,7 +133,11 @@ class Database:
                 self._path = self._existing(self._folder) or self._new_file(self._folder)
             self._connection = _connect(str(self._path or ":memory:"), patience_s)
             if self._path is None:
-                self._create(self._connection)
+                try:
+                    self._create(self._connection)
+                except BaseException:
+                    self.close()
+                    raise
         return self._connection
 
     def _new_file(self, folder: Path) -> Path:

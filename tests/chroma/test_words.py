@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from chromadb.errors import InternalError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.chroma.embedding import HashingEmbedding
 from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.chroma.words import FOLDER
+from samkv_integrations.chroma.words import FOLDER, WordIndex
 from samkv_integrations.errors import EmptyInput, InvalidOption
 from tests.support.records import builtin
 
@@ -90,6 +91,54 @@ def test_what_other_clients_change_is_noticed(link: ChromaLink) -> None:
     assert "Chalk is white." not in found(link, "chalk")
 
 
+def test_sync_repairs_what_was_not_noticed(link: ChromaLink) -> None:
+    found(link, "ferry")
+    link.collection.update(
+        ids=["1"], documents=["Basalt is dark."], embeddings=HashingEmbedding().embed([""])
+    )
+    link.sync(grace_s=0)
+    assert found(link, "basalt") == ["Basalt is dark."]
+
+
+def test_an_interruption_while_records_are_written(
+    link: ChromaLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(link, "ferry")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WordIndex, "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            add(link, "Basalt is dark.", first=1)
+    assert found(link, "basalt") == ["Basalt is dark."]
+
+
+def test_an_error_of_chroma_is_no_damage(
+    link: ChromaLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(link, "ferry")
+    link.collection.add(ids=["9"], documents=["Basalt."], embeddings=HashingEmbedding().embed([""]))
+    before = [*(tmp_path / "kv" / FOLDER).rglob("*.sqlite")]
+
+    def fail(*_: object, **__: object) -> None:
+        raise InternalError("gone away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("chromadb.Collection.get", fail)
+        with pytest.raises(InvalidOption, match="gone away"):
+            link.search("basalt", 3)
+    assert [*(tmp_path / "kv" / FOLDER).rglob("*.sqlite")] == before
+    assert found(link, "basalt") == ["Basalt."]
+
+
+def test_records_without_a_text_are_never_found(tmp_path: Path) -> None:
+    made = link_in(tmp_path)
+    made.collection.add(ids=["a", "b"], embeddings=HashingEmbedding().embed(["", ""]))
+    assert made.search("ferry", 3) == []
+
+
 def test_another_process_shares_the_index(link: ChromaLink, tmp_path: Path) -> None:
     found(link, "ferry")
     other = link_in(tmp_path)
@@ -139,7 +188,7 @@ def test_the_index_of_a_deleted_collection_is_pruned(link: ChromaLink, tmp_path:
         "other", tenant=other.collection.tenant, database=other.collection.database
     )
     link.sync(grace_s=0)
-    assert [folder.name for folder in (tmp_path / "kv" / FOLDER).iterdir()] == [
+    assert [folder.name for folder in (tmp_path / "kv" / FOLDER).glob("*/*")] == [
         str(link.collection.id)
     ]
 

@@ -248,7 +248,7 @@ class TestWhatIsNotRead:
         opened = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
         assert "Größe" in str(opened.get()["documents"])
         line = error_of("ingest", str(town / "latin.txt"), "--model", tiny, "--encoding", "utf-8")
-        assert "none of 1 document can be read" in line and "as utf-8 text" in line
+        assert "none of 1 document can be read" in line and "as UTF-8 text" in line
         assert "one that Python knows" in error_of("ingest", str(town), "--encoding", "utf-9")
 
     def test_what_is_no_text_does_not_stop_the_others(self, town: Path, tiny: str) -> None:

@@ -188,6 +188,8 @@ TEXT = "Größe und Preis: 5 € für zwei Stück.\nLe café coûte 3 € à l�
         ("latin-1", "Die Straße ist schön."),
         ("cp1251", "Привет, как дела? Сегодня хорошая погода в Москве."),
         ("cp1250", "Příliš žluťoučký kůň úpěl ďábelské ódy."),
+        ("cp1250", "Statek przepływa cieśninę. Żółw idzie łąką, gdzie są róże i ściany."),
+        ("gb18030", "渡轮四十分钟穿过海峡。\n" * 12_000),
         ("shift_jis", "東京は日本の首都です。人口は千四百万人です。"),
     ],
 )  # fmt: skip
@@ -207,3 +209,25 @@ def test_an_encoding_can_be_given_and_wrong_ones_are_named(tmp_path: Path) -> No
     file.write_bytes(os.urandom(4000))
     with pytest.raises(InvalidOption, match="cannot be read as"):
         read_document(file)
+
+
+def test_what_is_nearly_utf_8_is_no_other_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes((TEXT * 20).encode() + b"\xff")
+    with pytest.raises(InvalidOption, match="UTF-8 but for 1 bytes"):
+        read_document(file)
+    file.write_bytes("plain".encode("utf-16-le"))
+    with pytest.raises(InvalidOption, match="NUL bytes"):
+        read_document(file)
+    file.write_bytes(b"\\ud800")
+    with pytest.raises(InvalidOption, match="unicode_escape"):
+        read_document(file, encoding="unicode_escape")
+    file.write_bytes(TEXT.encode("utf-8-sig"))
+    assert read_document(file, encoding="utf-8").text == TEXT
+
+
+def test_a_page_declares_its_encoding(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    page = '<html><head><meta charset="windows-1251"></head><body>Привет, мир</body></html>'
+    file.write_bytes(page.encode("cp1251"))
+    assert "Привет, мир" in read_document(file).text

@@ -238,6 +238,7 @@ async def test_clients_cannot_say_who_asks(app: App) -> None:
 
 async def test_web_pages_of_named_origins_only(make_app: Callable[..., App]) -> None:
     page, asks = "https://chat.example.org", {"access_control_request_method": "POST"}
+    asks["access_control_request_headers"] = "authorization,content-type,x-stainless-arch"
     app = make_app(keys="sk-of-the-red-team", cors_origins=[page])
     for origin, is_allowed in ((page, True), ("https://other.example.org", False)):
         asked = app.client.begin("OPTIONS", "/v1/chat/completions", [b""], origin=origin, **asks)
