@@ -50,16 +50,18 @@ _STOP_WORDS = frozenset(
 class WordIndex(Database):
     """Finds the records that share words with a question.
 
-    It is made of the records at the first question, then `put` and `delete` follow them. If another
-    client of the database has changed records, it is made anew at the next question whose count
-    of records or texts differ, and by `ChromaLink.sync`. Raises StoreError as `Database` does.
+    It is made of the records at the first question, then `put` and `delete` follow them. Changes by
+    another client of the database are noticed at a question if the number of records, or a text
+    that it finds, differs; `ChromaLink.sync` makes the index anew in any case.
+
+    Raises StoreError as `Database` does.
 
     folder: of the index of this collection; None to keep it in memory.
     """
 
     def __init__(self, records: Records, folder: Path | None) -> None:
         super().__init__(folder, _SCHEMA)
-        self._records, self._place = records, folder
+        self._records = records
 
     @classmethod
     def of(cls, records: Records, caches: Path | None, namespace: str) -> WordIndex:
@@ -70,7 +72,7 @@ class WordIndex(Database):
         """
         if caches is None or not os.access(caches, os.W_OK):
             return cls(records, None)
-        return cls(records, _folder(caches, namespace) / str(records.collection.id))
+        return cls(records, _folder_of(caches, namespace) / str(records.collection.id))
 
     def fill(self, connection: sqlite3.Connection) -> None:
         for page in self._records.pages(self._records.ids(None), ["documents"]):
@@ -79,7 +81,7 @@ class WordIndex(Database):
     @property
     def exists(self) -> bool:
         """Whether it was made, so that changes of records must be followed."""
-        return self._connection is not None if self._place is None else self._place.is_dir()
+        return self._connection is not None if self._folder is None else self._folder.is_dir()
 
     def put(self, ids: Sequence[str], texts: Sequence[str]) -> None:
         """Index records, in place of those with the same ids, which have just been written."""
@@ -116,8 +118,8 @@ class WordIndex(Database):
 
     def count(self) -> int:
         """The number of records. Makes the index."""
-        if self._place is not None:
-            self._place.mkdir(parents=True, exist_ok=True)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
         ((n_records,),) = self.rows("SELECT count(*) FROM records")
         return int(n_records)
 
@@ -127,11 +129,13 @@ class WordIndex(Database):
         try:
             yield
         except StoreError:
-            self._discard()
+            self.forget()
 
     def forget(self) -> None:
-        """Have the next question make it anew."""
-        self._discard()
+        """Delete it, so that the next question makes it anew."""
+        self.close()
+        if self._folder is not None:  # also a file that this process has not opened
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def rebuild(self, n_records: int | None = None) -> None:
         """Make it anew of the present records, unless it has ``n_records``."""
@@ -143,14 +147,14 @@ class WordIndex(Database):
             connection.execute("INSERT INTO words(words) VALUES ('optimize')")
 
 
-def _folder(caches: Path, namespace: str) -> Path:
+def _folder_of(caches: Path, namespace: str) -> Path:
     return caches / FOLDER / hashlib.blake2b(namespace.encode(), digest_size=8).hexdigest()
 
 
 def remove_others(caches: Path, namespace: str, collections: Iterable[str]) -> None:
     """Delete the indexes of a namespace's collections that do not exist any more, by their ids."""
     known = set(collections)
-    for folder in _folder(caches, namespace).glob("*"):
+    for folder in _folder_of(caches, namespace).glob("*"):
         if folder.name not in known:
             try:
                 shutil.rmtree(folder)

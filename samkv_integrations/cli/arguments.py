@@ -11,6 +11,7 @@ import inspect
 import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ForwardRef, get_type_hints, is_typeddict
@@ -26,6 +27,9 @@ BUILTIN = "builtin"
 
 FURTHER = "Model, caches and engine"
 """The group of flags that few questions need."""
+
+further = partial(typer.Option, rich_help_panel=FURTHER)
+"""An option in that panel."""
 
 _PARAMETERS = {
     "budget_ratio": "eviction_budget", "device_map": "device", "kv_dir": "folder",

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -59,8 +58,6 @@ RemovedPaths = Annotated[
     list[Path], typer.Argument(help="Ingested files or folders, which need not exist any more.")
 ]
 _BUDGET = "Most bytes of all caches on disk from now on: 20GB."
-
-_further = partial(typer.Option, rich_help_panel=args.FURTHER)
 
 _LINK = "symbolic links in folders are not followed; name the target"
 
@@ -152,14 +149,14 @@ class Reading:
     """The options that say how documents are read."""
 
     encoding: Annotated[
-        str | None, _further(help="Of files of text, such as cp1252. Default: detected.")
+        str | None, args.further(help="Of files of text, such as cp1252. Default: detected.")
     ] = None
-    max_file: Annotated[str, _further(help="Most bytes of a file.")] = "200MB"
-    max_text: Annotated[str, _further(help="Most bytes of the text of a file.")] = "50MB"
+    max_file: Annotated[str, args.further(help="Most bytes of a file.")] = "200MB"
+    max_text: Annotated[str, args.further(help="Most bytes of the text of a file.")] = "50MB"
     read_seconds: Annotated[
-        float, _further(min=0.1, help="Most seconds to convert a file to text.")
+        float, args.further(min=0.1, help="Most seconds to convert a file to text.")
     ] = 60.0
-    read_memory: Annotated[str, _further(help="Most memory to convert a file to text.")] = "2GB"
+    read_memory: Annotated[str, args.further(help="Most memory to convert a file to text.")] = "2GB"
 
     def __post_init__(self) -> None:
         if self.encoding is not None:

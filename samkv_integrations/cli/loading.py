@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from samkv_integrations.store.disk import ChunkStore
     from samkv_integrations.store.indexed import IndexedStore
 
-_further = partial(typer.Option, rich_help_panel=args.FURTHER)
-
 
 def words(text: str) -> list[str]:
     """The parts between commas, without empty ones."""
@@ -43,14 +40,14 @@ class Answering:
     method: Annotated[str | None, typer.Option(help="See 'samkv methods'. Default: auto.")] = None
     settings: Annotated[
         list[str] | None,
-        _further("--set", help="An option of the method, NAME=VALUE."),
+        args.further("--set", help="An option of the method, NAME=VALUE."),
     ] = None
     eviction: Annotated[
         str | None,
-        _further(help="How an answer evicts KV entries, or none. See 'samkv methods'."),
+        args.further(help="How an answer evicts KV entries, or none. See 'samkv methods'."),
     ] = None
     eviction_budget: Annotated[
-        float | None, _further(help="Share of the prompt's KV entries that eviction keeps.")
+        float | None, args.further(help="Share of the prompt's KV entries that eviction keeps.")
     ] = None
 
     def methods(self, compare: Sequence[str] = ()) -> list[Method]:
@@ -171,13 +168,13 @@ class Caches:
     folder: args.Folder = Path(".samkv")
     namespace: Annotated[
         str,
-        _further(
+        args.further(
             help="Namespace of the caches. Records have none: use another --collection as well."
         ),
     ] = ""
     remote: Annotated[
         str | None,
-        _further(
+        args.further(
             envvar="SAMKV_REMOTE", help="Where machines share chunk caches: s3://BUCKET/PREFIX."
         ),
     ] = None
@@ -204,7 +201,7 @@ class Collections(Caches):
 
     chroma: Annotated[
         str | None,
-        _further(
+        args.further(
             "--chroma", metavar="URL", help="Chroma server with the records, http://HOST:PORT."
         ),
     ] = None

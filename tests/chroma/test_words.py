@@ -101,8 +101,9 @@ def test_sync_repairs_what_was_not_noticed(link: ChromaLink) -> None:
 
 
 def test_an_interruption_while_records_are_written(
-    link: ChromaLink, monkeypatch: pytest.MonkeyPatch
+    link: ChromaLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a process that has not opened the index."""
     found(link, "ferry")
 
     def interrupt(*_: object) -> None:
@@ -111,7 +112,7 @@ def test_an_interruption_while_records_are_written(
     with monkeypatch.context() as patched:
         patched.setattr(WordIndex, "put", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            add(link, "Basalt is dark.", first=1)
+            add(link_in(tmp_path), "Basalt is dark.", first=1)
     assert found(link, "basalt") == ["Basalt is dark."]
 
 
