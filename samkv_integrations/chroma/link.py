@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,50 +114,12 @@ class ChromaLink:
             StoreError: the store cannot be written, or a cache of a replaced record cannot be
                 deleted.
         """
-        began, chunks = time.perf_counter(), self.engine.chunks
-        rows = self.check(ids, texts, embeddings, metadatas)
+        adding = Adding(self, build_missing=build_missing)
         # Everything is checked before anything is computed or written.
-        places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
-        named = chunks.agree(chunks.refer([texts[place] for place in places], must_fit=True))
-        found: list[ChunkRef | None] = [None] * len(ids)  # one for each record
-        for place, ref in zip(places, named, strict=True):
-            is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
-            is_trusted = chunks.take_prepared(ref) or is_named or not build_missing
-            (found[place],) = chunks.look_up([ref], "exists" if is_trusted else "whole")
-        refs = [ref for ref in found if ref]
-        self._check_release(self._records.keys(ids) - {ref.key for ref in refs})
-        missing = [ref for ref in refs if ref.state == "missed"]
-        missed = {ref.key: ref for ref in missing if build_missing}
-        replaced: set[str] = set()
-        computed: set[str] = set()
-        with progress_bar(refs, is_shown=progress) as bar:
-            # Page by page, so that each cache gets its record within the grace of `sync`.
-            for part in self._records.slices(len(ids)):
-                page = [ref for ref in found[part] if ref and ref.key not in computed]
-                if build_missing:
-                    chunks.compute(page, on_written=bar.update)
-                computed |= {ref.key for ref in page}
-                keys = [ref.key if ref else None for ref in found[part]]
-                try:
-                    replaced |= self._records.write(
-                        ids[part], texts[part], embeddings[part], rows[part], keys
-                    )
-                    self._words.put(ids[part], texts[part])
-                except BaseException:  # records may have been written
-                    self._words.forget()
-                    raise
-        n_released = self._release(replaced)
-        # If no cache was missing, none was evicted.
-        made = {ref.key for ref in refs} if missed else set()
-        return IngestResult(
-            n_records=len(ids),
-            n_cached=len(missed),
-            n_hit=len(refs) - len(missing),
-            n_evicted=len(self._evicted(made)),
-            n_released=n_released,
-            seconds=time.perf_counter() - began,
-            bytes_on_disk=chunks.n_bytes(list(missed.values())),
-        )
+        found = adding.check(ids, texts, embeddings, metadatas, without_cache=without_cache)
+        with progress_bar(found.chunks, is_shown=progress) as bar:
+            adding.write(found, on_written=bar.update)
+        return adding.finish()
 
     def check(
         self,
@@ -491,6 +453,121 @@ class ChromaLink:
             for id_, text, metadata, distance in rows
             if text is not None
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """Records that can be added. refs: the chunk of each; None for one without a cache."""
+
+    ids: Sequence[str]
+    texts: Sequence[str]
+    embeddings: Sequence[Sequence[float]]
+    rows: Sequence[Metadata | None]
+    refs: Sequence[ChunkRef | None]
+
+    @property
+    def chunks(self) -> list[ChunkRef]:
+        return [ref for ref in self.refs if ref]
+
+
+class Adding:
+    """Adds records to a collection in several calls: `check`, `write`, and `finish` at the end.
+
+    Caches of replaced records are released at the end, because their text may have moved to a later
+    record. Counts are those of one call with all records.
+
+    build_missing: see `ChromaLink.add`.
+    """
+
+    def __init__(self, link: ChromaLink, *, build_missing: bool = True) -> None:
+        self._link, self._build_missing = link, build_missing
+        self._written = set[str]()  # keys of the records
+        self._missed = set[str]()  # those that had no cache before
+        self._replaced = set[str]()
+        self._n_records = self._n_hit = self._n_bytes = 0
+        self._seconds = 0.0
+
+    def check(
+        self,
+        ids: Sequence[str],
+        texts: Sequence[str],
+        embeddings: Sequence[Sequence[float]],
+        metadatas: Sequence[Metadata | None] | None = None,
+        *,
+        without_cache: Container[str] = (),
+    ) -> Checked:
+        """Check records, and look up their caches. Nothing is computed or written.
+
+        Raises as `ChromaLink.add` does.
+        """
+        began, link, chunks = time.perf_counter(), self._link, self._link.engine.chunks
+        rows = link.check(ids, texts, embeddings, metadatas)
+        places = [place for place, id_ in enumerate(ids) if id_ not in without_cache]
+        named = chunks.agree(chunks.refer([texts[place] for place in places], must_fit=True))
+        refs: list[ChunkRef | None] = [None] * len(ids)
+        for place, ref in zip(places, named, strict=True):
+            is_named = (rows[place] or {}).get(KEY_FIELD) == ref.key
+            is_known = is_named or ref.key in self._written or not self._build_missing
+            is_trusted = chunks.take_prepared(ref) or is_known
+            (refs[place],) = chunks.look_up([ref], "exists" if is_trusted else "whole")
+        found = Checked(ids=ids, texts=texts, embeddings=embeddings, rows=rows, refs=refs)
+        link._check_release(link._records.keys(ids) - {ref.key for ref in found.chunks})
+        self._seconds += time.perf_counter() - began
+        return found
+
+    def write(
+        self, found: Checked, on_written: Callable[[int], object] = lambda n_tokens: None
+    ) -> None:
+        """Cache the missed chunks, and write the records.
+
+        on_written: called with a chunk's number of tokens, after its cache is stored.
+
+        Raises as `ChromaLink.add` does. What was written stays.
+        """
+        began, link, chunks = time.perf_counter(), self._link, self._link.engine.chunks
+        missing = [ref for ref in found.chunks if ref.state == "missed"]
+        new = [ref for ref in missing if ref.key not in self._missed]
+        self._missed |= {ref.key for ref in new}
+        n_missing = sum(ref.key in self._missed for ref in found.chunks)
+        self._n_records += len(found.ids)
+        self._n_hit += len(found.chunks) - n_missing
+        # Page by page, so that each cache gets its record within the grace of `sync`.
+        for part in link._records.slices(len(found.ids)):
+            page = [ref for ref in found.refs[part] if ref and ref.key not in self._written]
+            if self._build_missing:
+                chunks.compute(page, on_written=on_written)
+            self._written |= {ref.key for ref in page}
+            ids, texts = found.ids[part], found.texts[part]
+            keys = [ref.key if ref else None for ref in found.refs[part]]
+            try:
+                self._replaced |= link._records.write(
+                    ids, texts, found.embeddings[part], found.rows[part], keys
+                )
+                link._words.put(ids, texts)
+            except BaseException:  # records may have been written
+                link._words.forget()
+                raise
+        self._n_bytes += chunks.n_bytes(new) if self._build_missing else 0
+        self._seconds += time.perf_counter() - began
+
+    def finish(self) -> IngestResult:
+        """Release the caches of replaced records.
+
+        Raises StoreError if one cannot be deleted.
+        """
+        began = time.perf_counter()
+        n_released = self._link._release(self._replaced)
+        # If no cache was missing, none was evicted.
+        made = self._written if self._build_missing and self._missed else set()
+        return IngestResult(
+            n_records=self._n_records,
+            n_cached=len(self._missed) if self._build_missing else 0,
+            n_hit=self._n_hit,
+            n_evicted=len(self._link._evicted(made)),
+            n_released=n_released,
+            seconds=self._seconds + time.perf_counter() - began,
+            bytes_on_disk=self._n_bytes,
+        )
 
 
 def _check_count(k: int) -> None:

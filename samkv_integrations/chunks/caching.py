@@ -41,6 +41,9 @@ all of it is read and verified."""
 
 _log = logging.getLogger(__name__)
 
+_DECIDING = 256
+"""Chunks whose lengths decide about the block size of a new store; a page of records."""
+
 _WRITERS = 4
 """Threads that write chunk caches; each mostly waits for the disk."""
 
@@ -219,7 +222,8 @@ class Chunks:
     def agree(self, chunks: list[ChunkRef]) -> list[ChunkRef]:
         """Settle the block size; returns the chunks with their keys, which depend on it.
 
-        Call it before computing chunks. The lengths of the first chunks decide, for good.
+        Call it before computing chunks. The lengths of the first chunks decide, for good: of
+        `_DECIDING` at most, so that chunks that come page by page have the size of all at once.
 
         Raises StoreError if the store can neither tell nor record the block size.
         """
@@ -227,7 +231,7 @@ class Chunks:
             return chunks
         if (why := self.model.refuses_chunks) is not None:
             raise UnsupportedModel(why)
-        lengths = sorted(len(ref.token_ids) for ref in chunks)
+        lengths = sorted(len(ref.token_ids) for ref in chunks[:_DECIDING])
         with self._lock:
             guess = self.fingerprint
             if self._agreed is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 import time
 from codecs import lookup
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,14 +18,9 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
 from samkv_integrations.cli.loading import Collections, Index, Ingested, remember
-from samkv_integrations.errors import (
-    EmptyInput,
-    Given,
-    InvalidOption,
-    MissingExtra,
-    UnknownOption,
-)
-from samkv_integrations.ingest.documents import SUFFIXES, UTF_8, Document
+from samkv_integrations.errors import EmptyInput, Given, InvalidOption
+from samkv_integrations.ingest.documents import CODE
+from samkv_integrations.ingest.finding import Found, find_documents
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import StoreOptions
 
@@ -36,22 +28,24 @@ if TYPE_CHECKING:
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.engine import Engine
-    from samkv_integrations.ingest.cluster import WorkerPool
+    from samkv_integrations.frameworks.engine_args import ModelSource
+    from samkv_integrations.ingest.chunks import ChunkReader
+    from samkv_integrations.ingest.cluster import ClusterIngest, WorkerPool
     from samkv_integrations.ingest.reader import ReadLimits
-    from samkv_integrations.runtimes.base import Runtime
     from samkv_integrations.store.disk import ChunkStore
 
 SOME_UNREADABLE = 1
 """Exit code if a document cannot be read, or a chunk cannot be cached."""
 
 SHOWN_SKIPPED = 10
+SHOWN_KINDS = 10
 
 Paths = Annotated[
     list[Path],
     typer.Argument(
         exists=True,
         readable=False,
-        help="Files or folders of text, Markdown, PDF, HTML, DOCX, PPTX, CSV.",
+        help="Files or folders: text, Markdown, PDF, HTML, DOCX, PPTX, XLSX, EPUB, e-mail.",
     ),
 ]
 RemovedPaths = Annotated[
@@ -59,44 +53,9 @@ RemovedPaths = Annotated[
 ]
 _BUDGET = "Most bytes of all caches on disk from now on: 20GB."
 
-_LINK = "symbolic links in folders are not followed; name the target"
+_OVERLAP = "Most tokens with which a chunk repeats the end of the one before."
 
-
-@dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A file that is not ingested. is_failure: whether this is an error, rather than by design."""
-
-    path: Path
-    why: str
-    is_failure: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The documents that were found: real paths, sorted and distinct.
-
-    others: suffix -> number of files in folders that have an unknown suffix.
-    """
-
-    files: Sequence[Path]
-    skipped: Sequence[Skipped] = ()
-    others: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Read:
-    """The chunks of documents, as ids, texts and metadata of records.
-
-    An id is ``PATH#NUMBER``, the same in every ingest. sources: all documents that were read, even
-    without text. encodings: number of files in each encoding other than UTF-8.
-    """
-
-    ids: list[str] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
-    encodings: Counter[str] = field(default_factory=Counter)
+_CODE = "In folders, read source code, configuration and JSON as well."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +105,15 @@ class OnRay:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The options that say how documents are read."""
+    """The options that say which documents are read, and how."""
 
+    code: Annotated[bool, args.further("--code", help=_CODE)] = False
     encoding: Annotated[
         str | None, args.further(help="Of files of text, such as cp1252. Default: detected.")
     ] = None
     max_file: Annotated[str, args.further(help="Most bytes of a file.")] = "200MB"
     max_text: Annotated[str, args.further(help="Most bytes of the text of a file.")] = "50MB"
+    max_pages: Annotated[int, args.further(min=1, help="Most pages of a PDF.")] = 2000
     read_seconds: Annotated[
         float, args.further(min=0.1, help="Most seconds to convert a file to text.")
     ] = 60.0
@@ -175,6 +136,7 @@ class Reading:
         return ReadLimits(
             file_bytes=bytes_of("max_file", self.max_file),
             text_bytes=bytes_of("max_text", self.max_text),
+            pages=self.max_pages,
             seconds=self.read_seconds,
             memory_bytes=bytes_of("read_memory", self.read_memory),
         )
@@ -184,6 +146,7 @@ def ingest(
     paths: Paths, index: Index, ray: OnRay, reading: Reading,
     collection: args.Collection = "documents",
     chunk_size: Annotated[int, typer.Option(help="Most tokens of a chunk.", min=1)] = 512,
+    overlap: Annotated[int, args.further(help=_OVERLAP)] = 0,
     max_bytes: Annotated[str | None, typer.Option(help=_BUDGET)] = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read documents, and cache the KV entries of their chunks.
@@ -191,65 +154,170 @@ def ingest(
     --store-bits 8 or 16 keeps finer caches than 4 bits. Links in folders are not followed. Exit
     code 1 if a document cannot be read, or a chunk cannot be cached; the others are ingested.
     """
-    began, folder = time.perf_counter(), index.folder
+    began = time.perf_counter()
     # raises before anything slow is imported
-    found, pool, limits = find_documents(paths, leave_out=folder), ray.pool, reading.limits
+    found = find_documents(paths, leave_out=index.folder, with_code=reading.code)
+    pool, limits = ray.pool, reading.limits
     check_options(StoreOptions, {"max_bytes": max_bytes})
 
     from samkv_integrations.chroma.client import check_name
+    from samkv_integrations.ingest.splitting import check_overlap
 
     check_name(collection)
+    check_overlap(overlap, chunk_size)
 
-    from samkv_integrations.chroma.embedding import HashingEmbedding
-    from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.frameworks.engine_args import engine_of
-    from samkv_integrations.ingest.cluster import add_on_ray
-    from samkv_integrations.runtimes import runtime_for
+    from samkv_integrations.ingest.chunks import ChunkReader
 
-    database, place = index.database, (index.namespace, collection)
     is_new = True
     with suppress(InvalidOption):  # without a database
-        is_new = collection not in database.names()
-    before = index.as_ingested([place], may_be_new=is_new)
-    model = before.model
+        is_new = collection not in index.database.names()
+    before = index.as_ingested([(index.namespace, collection)], may_be_new=is_new)
     source = index.source(before, max_bytes)
     # where workers compute, this process only reads texts
     engine = engine_of(source if pool is None else source.model_copy(update={"device_map": "cpu"}))
     if chunk_size > (most := engine.chunks.room):
-        raise InvalidOption(f"--chunk-size {chunk_size}; {model} has room for {most} at most")
-    read = read_chunks(found.files, engine.model, chunk_size, limits, reading.encoding)
-    if not read.texts:
-        with suppress(InvalidOption, UnknownOption):  # a new collection is not made
-            _delete_outdated(ChromaLink(database.collection(collection), engine), read)
-        why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
+        raise InvalidOption(
+            f"--chunk-size {chunk_size}; {before.model} has room for {most} at most"
+        )
+    target = _Target(index, collection, engine, before, is_new=is_new)
+    chunks = ChunkReader(
+        found.files, engine.model, chunk_size, overlap=overlap, limits=limits,
+        encoding=reading.encoding,
+    )  # fmt: skip
+    failed: list[dict[str, str]] = []
+    try:
+        if pool is None:
+            done = _add_while_reading(chunks, target, shows_bar=not as_json)
+        else:
+            done, failed = _add_by_workers(chunks, target, source, pool, shows_bar=not as_json)
+    except KeyboardInterrupt:
+        said = "interrupted; caches made so far stay, and the same command continues"
+        tables.console(stderr=True).print(said)
+        raise
+    target.delete_outdated(chunks.n_chunks)
+    if done is None:
+        why = "".join(f"; {one.path}: {one.why}" for one in chunks.skipped if one.is_failure)
         n_files = count(len(found.files), "document")
         raise EmptyInput(f"no text in {n_files}{why}; give some with text")
-    link = ChromaLink(database.collection(collection, create=True), engine)
-    records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
-    done: IngestResult
-    failed: list[dict[str, str]] = []
-    kind, bits = runtime_for(model, before.runtime), engine.store_bits
-    dtype = engine.model.dtype_name if "dtype" in kind.options else "auto"
-    now = Ingested(model=model, runtime=kind.name, dtype=dtype, store_bits=bits)
-    if is_new:  # so that other commands know the model if this one is killed
-        remember(folder, engine.store, place, now)
-    if pool is None:
-        try:
-            done = link.add(*records, progress=True)
-        except KeyboardInterrupt:
-            said = "interrupted; caches made so far stay, and the same command continues"
-            tables.console(stderr=True).print(said)
-            remember(folder, engine.store, place, now)
-            raise
-    else:
-        with redirect_stdout(sys.stderr):  # Ray prints the output of a worker that ends
-            by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
-        done = by_workers
-        failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
-    was = remember(folder, engine.store, place, now)
-    _delete_outdated(link, read)
+    _report(found, chunks, target, done, failed, time.perf_counter() - began, as_json=as_json)
 
-    skipped = [*found.skipped, *read.skipped]
+
+class _Target:
+    """The collection that documents are added to, and the settings that are remembered for it."""
+
+    def __init__(
+        self, index: Index, name: str, engine: Engine, given: Ingested, *, is_new: bool
+    ) -> None:
+        """Opens the collection, unless it is new: then `link` makes it, when there is a text.
+
+        given: the settings of this ingest.
+        """
+        from samkv_integrations.chroma.embedding import HashingEmbedding
+        from samkv_integrations.chroma.link import ChromaLink
+        from samkv_integrations.chroma.records import Records
+        from samkv_integrations.runtimes import runtime_for
+
+        self._index, self.name, self.engine = index, name, engine
+        kind = runtime_for(given.model, given.runtime)
+        dtype = engine.model.dtype_name if "dtype" in kind.options else "auto"
+        self.settings = Ingested(
+            model=given.model, runtime=kind.name, dtype=dtype, store_bits=engine.store_bits
+        )
+        self.former: Ingested | None = None
+        self._is_remembered = False
+        self.embed = HashingEmbedding().embed
+        self._link = None
+        if not is_new:
+            self._link = ChromaLink(index.database.collection(name), engine)
+            Records(self._link.collection).check_sizes(self.embed([""]))
+
+    def link(self) -> ChromaLink:
+        """The collection, which is made if it is new."""
+        from samkv_integrations.chroma.link import ChromaLink
+
+        if self._link is None:
+            opened = self._index.database.collection(self.name, create=True)
+            self._link = ChromaLink(opened, self.engine)
+            self.remember()  # so that other commands know the model if this one is killed
+        return self._link
+
+    def remember(self) -> None:
+        """Remember the settings, once something was written with them."""
+        if not self._is_remembered:
+            place = self._index.namespace, self.name
+            self.former = remember(self._index.folder, self.engine.store, place, self.settings)
+            self._is_remembered = True
+
+    def delete_outdated(self, n_chunks: Mapping[str, int]) -> None:
+        """Delete records and caches of chunks that the documents no longer contain.
+
+        n_chunks: document that was read -> number of its chunks.
+        """
+        from samkv_integrations.chroma.records import PAGE_SIZE, Records
+
+        if self._link is None:
+            return
+        sources, outdated = list(n_chunks), list[str]()
+        for at in range(0, len(sources), PAGE_SIZE):
+            part = sources[at : at + PAGE_SIZE]
+            present = Records(self._link.collection).ids({"source": {"$in": part}})
+            outdated += set(present).difference(
+                f"{source}#{number}" for source in part for number in range(n_chunks[source])
+            )
+        if outdated:
+            self._link.delete(ids=sorted(outdated))
+
+
+def _add_while_reading(
+    chunks: ChunkReader, target: _Target, *, shows_bar: bool
+) -> IngestResult | None:
+    """Cache and record the chunks page by page, as they are read; None if there is no text."""
+    from samkv_integrations.chroma.link import Adding
+    from samkv_integrations.cli.progress import IngestBar
+
+    adding: Adding | None = None
+    with (
+        IngestBar(len(chunks.files), chunks.n_bytes, is_shown=shows_bar) as bar,
+        closing(chunks.pages()) as pages,
+    ):
+        for page in pages:
+            adding = adding or Adding(target.link())
+            found = adding.check(page.ids, page.texts, target.embed(page.texts), page.rows)
+            bar.begin(page, found.chunks)
+            adding.write(found, on_written=bar.update)
+            bar.end(page)
+            target.remember()
+    return None if adding is None else adding.finish()
+
+
+def _add_by_workers(
+    chunks: ChunkReader, target: _Target, source: ModelSource, pool: WorkerPool, *,
+    shows_bar: bool,
+) -> tuple[ClusterIngest | None, list[dict[str, str]]]:  # fmt: skip
+    """Read all chunks, and let workers cache them; also the chunks that cannot be cached."""
+    from samkv_integrations.ingest.cluster import add_on_ray
+
+    read = chunks.all()
+    if not read.ids:
+        return None, []
+    with redirect_stdout(sys.stderr):  # Ray prints the output of a worker that ends
+        done = add_on_ray(
+            target.link(), source, read.ids, read.texts, target.embed(read.texts), read.rows,
+            pool=pool, progress=shows_bar and sys.stderr.isatty(),
+        )  # fmt: skip
+    target.remember()
+    return done, [{"id": read.ids[at], "why": why} for at, why in done.failed.items()]
+
+
+def _report(
+    found: Found, chunks: ChunkReader, target: _Target, done: IngestResult,
+    failed: Sequence[Mapping[str, str]], seconds: float, *, as_json: bool,
+) -> None:  # fmt: skip
+    """Tell what was ingested and what was not. Exits with `SOME_UNREADABLE` if that is an error."""
+    from samkv_integrations.ingest.cluster import ClusterIngest
+
+    skipped, model = [*found.skipped, *chunks.skipped], target.settings.model
     left_out = [f"skipped {one.path}: {one.why}" for one in skipped]
     left_out += [f"not ingested: {one['id']}: {one['why']}" for one in failed]
     notes = left_out[:SHOWN_SKIPPED]
@@ -260,28 +328,31 @@ def ingest(
             "the built-in model is for tests: it knows the sample documents only; for others give "
             "--model, such as smollm2"
         )
-    if was not in (None, now) and link.collection.count() > len(read.ids):
+    n_chunks = sum(chunks.n_chunks.values())
+    is_other = target.former not in (None, target.settings)
+    if is_other and target.link().collection.count() > n_chunks:
         notes.append(
-            f"the other documents of {collection!r} have caches of other settings, which "
+            f"the other documents of {target.name!r} have caches of other settings, which "
             "'samkv ask' cannot use; 'samkv store sync' computes them again"
         )
-    if read.encodings:
-        kinds = ", ".join(f"{n} {encoding}" for encoding, n in sorted(read.encodings.items()))
+    if chunks.encodings:
+        kinds = _most_frequent(chunks.encodings)
         notes.append(f"files in other encodings than UTF-8: {kinds}; --encoding names another one")
     if found.others:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(found.others.items()))
-        notes.append(f"files of other kinds were left out: {kinds}")
+        code = "; --code reads source code and data, too" if {*found.others} & {*CODE} else ""
+        kinds = _most_frequent(found.others)
+        notes.append(f"files of other kinds were left out: {kinds}{code}")
     for line in notes:
         tables.console(stderr=True).print(line, soft_wrap=True)
-    n_read = len({row["source"] for row in read.rows})
-    row = {"files": n_read, **asdict(done), "collection": collection}
+    n_read = sum(n > 0 for n in chunks.n_chunks.values())
+    row = {"files": n_read, **asdict(done), "collection": target.name}
     row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]
     n_repeated = done.n_records - done.n_cached - done.n_hit
     lines = [
         f"{count(n_read, 'file')}, {count(done.n_records, 'chunk')} in collection "
-        f"{collection!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
+        f"{target.name!r}: {done.n_cached} prefilled by {model}, {done.n_hit} already cached"
         + (f", {n_repeated} repeated" if n_repeated else ""),
-        f"{formatting.seconds(time.perf_counter() - began)}, of which "
+        f"{formatting.seconds(seconds)}, of which "
         f"{formatting.seconds(done.seconds)} for caches and records; "
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
@@ -292,20 +363,19 @@ def ingest(
             f"{done.n_evicted} of these chunks were evicted to make room; raise the limit with "
             "'samkv store budget'"
         )
-    rows = [row | ({"failed": failed} if pool else {})]
+    rows = [row | ({"failed": failed} if isinstance(done, ClusterIngest) else {})]
     tables.report("ingest", model, rows, *lines, as_json=as_json)
     if failed or any(one.is_failure for one in skipped):
         raise typer.Exit(SOME_UNREADABLE)
 
 
-def _delete_outdated(link: ChromaLink, read: Read) -> None:
-    """Delete records and caches of chunks that the documents no longer contain."""
-    from samkv_integrations.chroma.records import Records
-
-    where: Any = {"source": {"$in": read.sources}}
-    present = Records(link.collection).ids(where)
-    if outdated := sorted(set(present) - set(read.ids)):
-        link.delete(ids=outdated)
+def _most_frequent(numbers: Counter[str]) -> str:
+    """The most frequent ones with their numbers, and how many others there are."""
+    shown = numbers.most_common(SHOWN_KINDS)
+    said = [f"{n} {kind[:40]}" for kind, n in sorted(shown)]
+    if n_others := len(numbers) - len(shown):
+        said.append(f"{numbers.total() - sum(n for _, n in shown)} of {n_others} other kinds")
+    return ", ".join(said)
 
 
 class _StoreAlone:
@@ -356,188 +426,3 @@ def remove(
         + ("; a cache stays as long as another record has its text" if n_chunks < len(ids) else "")
     )
     tables.report("remove", None, [row], said, as_json=as_json)
-
-
-def find_documents(paths: Sequence[Path], leave_out: Path | None = None) -> Found:
-    """The documents among ``paths``, and in the folders among them.
-
-    In folders only regular files count: a symbolic link may lead to private files. A path itself
-    may be a link. Hidden files and folders are ignored.
-
-    leave_out: a folder to ignore.
-
-    Raises:
-        InvalidOption: a path is not a regular file or a folder.
-        EmptyInput: there is no document.
-    """
-    found, skipped, others = set[Path](), list[Skipped](), Counter[str]()
-
-    def skip(file: Path, why: str, *, is_failure: bool = False) -> None:
-        skipped.append(Skipped(path=file, why=why, is_failure=is_failure))
-
-    def unreadable(error: OSError) -> None:
-        skip(Path(str(error.filename)), f"it cannot be read: {error.strerror}", is_failure=True)
-
-    def look_at(file: Path, *, is_named: bool) -> None:
-        kind = file.suffix.lower()
-        if file.is_symlink() and not is_named and (kind in SUFFIXES or file.is_dir()):
-            skip(file, _LINK)
-        elif kind not in SUFFIXES and is_named:  # as of a shell's *
-            why = f"it is not a document; known kinds: {', '.join(SUFFIXES)}"
-            skip(file, why, is_failure=True)
-        elif kind not in SUFFIXES:
-            others[kind or file.name] += 1
-        elif not file.is_file() and is_named:
-            raise InvalidOption(f"{file} must be a regular file; give a file with the text")
-        elif not file.is_file():
-            skip(file, "it is not a regular file")
-        elif re.search(r"[\ud800-\udfff]", str(file.resolve())):  # ids of records are text
-            skip(file, "its name is not UTF-8", is_failure=True)
-        else:
-            found.add(file.resolve())
-
-    for path in paths:
-        below = _below(path, leave_out, unreadable) if path.is_dir() else [path]
-        for file in below:
-            try:
-                look_at(file, is_named=file is path)
-            except OSError as error:  # a folder that may be listed and not entered
-                skip(file, f"it cannot be read: {error.strerror}", is_failure=True)
-    if not found:
-        raise EmptyInput(
-            f"no document ({', '.join(SUFFIXES)}) in {', '.join(map(str, paths))}"
-            + (f" ({skipped[0].path}: {skipped[0].why})" if skipped else "")
-            + "; give a folder that holds some"
-        )
-    return Found(files=sorted(found), skipped=list(dict.fromkeys(skipped)), others=others)
-
-
-def _below(
-    folder: Path, leave_out: Path | None, onerror: Callable[[OSError], None]
-) -> Iterator[Path]:
-    """Files in a folder, and links to folders. Hidden ones are ignored, and links not followed."""
-    left, ignored = [folder], leave_out and leave_out.resolve()
-    while left:  # os.walk calls itself for each folder in a folder
-        here = left.pop()
-        try:
-            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
-            folders = {entry.name for entry in shown if entry.is_dir(follow_symlinks=False)}
-            is_ignored = ignored is not None and here.resolve() == ignored
-        except OSError as error:
-            onerror(error)
-            continue
-        if not is_ignored:
-            left += [here / name for name in folders]
-            yield from (here / entry.name for entry in shown if entry.name not in folders)
-
-
-def read_chunks(
-    files: Sequence[Path], model: Runtime, chunk_size: int, limits: ReadLimits | None = None,
-    encoding: str | None = None,
-) -> Read:  # fmt: skip
-    """The chunks of ``files``, real paths, each of at most ``chunk_size`` tokens of ``model``.
-
-    A file that cannot be read is skipped, so that the others are ingested.
-
-    Raises InvalidOption if no file can be read.
-    """
-    from samkv_integrations.ingest.reader import DocumentReader, ReadLimits
-
-    read, limits = Read(), limits or ReadLimits()
-    with DocumentReader.opened(limits, encoding) as reader:
-        for file in files:
-            try:
-                document = reader.read(file)
-            except (InvalidOption, MissingExtra) as error:
-                said = str(error)
-                why = f"it {said.removeprefix(f'{file} ')}" if said.startswith(str(file)) else said
-                read.skipped.append(Skipped(path=file, why=why, is_failure=True))
-            else:
-                _add_chunks(read, file, document, model, chunk_size)
-    if not read.sources:
-        first = read.skipped[0]
-        raise InvalidOption(
-            f"none of {count(len(files), 'document')} can be read; {first.path}: {first.why}"
-        )
-    return read
-
-
-def _add_chunks(
-    read: Read, file: Path, document: Document, model: Runtime, chunk_size: int
-) -> None:
-    from samkv_integrations.store.chunk import normalise
-
-    source = str(file)
-    read.sources.append(source)
-    if document.encoding != UTF_8:
-        read.encodings[document.encoding] += 1
-    parts = [
-        (number, part)
-        for number, page in enumerate(document.pages, start=1)
-        for part in split(normalise(page), file.suffix, model, chunk_size)
-    ]
-    if not parts:
-        read.skipped.append(Skipped(path=file, why="it holds no text"))
-    title = {"title": document.title} if document.title else {}
-    for number, (page, part) in enumerate(parts):
-        read.ids.append(f"{source}#{number}")
-        read.texts.append(part)
-        paged = {"page": page} if len(document.pages) > 1 else {}
-        read.rows.append({"source": source, **paged, **title})
-
-
-def split(body: str, suffix: str, model: Runtime, chunk_size: int) -> list[str]:
-    """The chunks of a page of a file with this suffix; none if it has no text.
-
-    A short piece, such as a heading, is joined to the piece after it, else to the one before.
-    """
-    from samkv_integrations.store.chunk import normalise
-    from samkv_integrations.store.windows import MIN_RUN
-
-    def n_tokens(text: str) -> int:
-        return len(model.tokenize(text, special=False))
-
-    if n_tokens(body) <= chunk_size:
-        return [body] if body else []
-    try:
-        from semantic_text_splitter import MarkdownSplitter, TextSplitter
-    except ImportError as error:
-        raise MissingExtra.of("semantic-text-splitter", "chroma") from error
-    kind = TextSplitter if suffix.lower() in (".txt", ".pdf") else MarkdownSplitter
-    few = chunk_size // 8  # each piece leaves room for so many tokens
-    fast, size = model.fast_tokenizer, chunk_size - few
-    if fast is None:
-        splitter = kind.from_callback(n_tokens, size)
-    else:
-        splitter = kind.from_huggingface_tokenizer(fast, size)
-    pieces = [
-        (start + at, piece)
-        for start, end in _parts(body)
-        for at, piece in splitter.chunk_indices(body[start:end])
-    ]
-    joined: list[tuple[int, int]] = []  # characters from and to, the last piece first
-    for begin, piece in reversed(pieces):
-        end = begin + len(piece)
-        if joined:
-            after = body[slice(*joined[-1])]
-            is_short = min(n_tokens(piece), n_tokens(after)) < max(MIN_RUN, few)
-            if is_short and n_tokens(body[begin : joined[-1][1]]) <= chunk_size:
-                end = joined.pop()[1]
-        joined.append((begin, end))
-    return list(filter(None, (normalise(body[begin:end]) for begin, end in reversed(joined))))
-
-
-_MOST_UNBROKEN = 2000
-"""Most characters of a run without white space that is not cut.
-
-The time of the splitter grows with the square of such a run: 22 s for an image of 400 kB as base64.
-"""
-
-
-def _parts(body: str) -> list[tuple[int, int]]:
-    """Where the parts of a text begin and end, so that none has a long run without white space."""
-    cuts = [0]
-    for run in re.finditer(rf"(?<!\S)\S{{{_MOST_UNBROKEN},}}", body):
-        cuts += range(run.start() + _MOST_UNBROKEN, run.end(), _MOST_UNBROKEN)
-    return list(pairwise([*cuts, len(body)]))

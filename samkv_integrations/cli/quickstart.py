@@ -16,14 +16,15 @@ from samkv_integrations.cli import tables
 from samkv_integrations.cli.arguments import BUILTIN
 from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
 from samkv_integrations.cli.formatting import Row, count, ratio, seconds
-from samkv_integrations.cli.ingest import Read, find_documents, read_chunks, split
 from samkv_integrations.cli.loading import Index, Ingested, require_model
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
 from samkv_integrations.ingest.documents import read_text
+from samkv_integrations.ingest.finding import find_documents
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from samkv_integrations.ingest.chunks import ChunkPage
     from samkv_integrations.runtimes.base import Runtime
 
 FULL, DEFAULT = "recompute", "auto"
@@ -87,7 +88,7 @@ def quickstart(
     if of_earlier_runs:  # only after the ingest, so that caches of unchanged texts stay
         link.delete(sorted(of_earlier_runs))
     out.print(
-        f"{count(len(read.sources), 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
+        f"{count(read.n_files, 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
         f"{done.n_cached} prefilled now, {done.n_hit} already cached in {folder / 'kv'}"
     )
     top_k = 5 if model == BUILTIN else 2  # the archive's documents are shorter than a chunk
@@ -132,20 +133,23 @@ def _samples_of(model: str, given: Path | None) -> Path:
     return folder
 
 
-def _read(folder: Path, model: Runtime) -> Read:
+def _read(folder: Path, model: Runtime) -> ChunkPage:
     """The chunks of a folder; sample paragraphs are joined, so that chunks have a usual length.
 
     Raises EmptyInput if there is no text.
     """
+    from samkv_integrations.ingest.chunks import ChunkPage, ChunkReader
+    from samkv_integrations.ingest.splitting import split
+
     files = find_documents([folder]).files
     if folder != PARAGRAPHS:
-        read = read_chunks(files, model, CHUNK_TOKENS)
+        read = ChunkReader(files, model, CHUNK_TOKENS).all()
     else:
         whole = "\n\n".join(read_text(file).strip() for file in files)
         texts = split(whole, ".txt", model, CHUNK_TOKENS)
-        read = Read(
+        read = ChunkPage(
             ids=[f"paragraphs#{number}" for number in range(len(texts))], texts=texts,
-            rows=[{"source": "paragraphs"} for _ in texts], sources=["paragraphs"],
+            rows=[{"source": "paragraphs"} for _ in texts], n_files=1, n_bytes=len(whole),
         )  # fmt: skip
     if not read.texts:
         raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")

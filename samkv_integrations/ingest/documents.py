@@ -1,4 +1,4 @@
-"""Documents of users: text, Markdown, and formats that markitdown converts to Markdown."""
+"""Documents of users: text, Markdown, and formats that are converted to Markdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,27 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.errors import InvalidOption, MissingExtra, SamkvError
 
-TEXTS = (".md", ".txt")
-CONVERTED = (".csv", ".docx", ".htm", ".html", ".pdf", ".pptx")
+TEXTS = (".md", ".txt", ".rst")
+CONVERTED = (
+    ".csv", ".docx", ".eml", ".epub", ".htm", ".html", ".ipynb", ".pdf", ".pptx", ".xlsx",
+)  # fmt: skip
 SUFFIXES = (*TEXTS, *CONVERTED)
-"""Suffixes that `read_document` reads; converted formats need the extra ``documents``."""
+"""Suffixes of documents; converted formats need the extra ``documents``."""
 
+CODE = (
+    ".bash", ".c", ".cc", ".cfg", ".conf", ".cpp", ".cs", ".css", ".go", ".h", ".hpp", ".ini",
+    ".java", ".js", ".json", ".jsonl", ".jsx", ".kt", ".lua", ".php", ".pl", ".proto", ".ps1",
+    ".py", ".pyi", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".toml", ".ts", ".tsx",
+    ".vue", ".xml", ".yaml", ".yml",
+)  # fmt: skip
+"""Suffixes of source code, configuration and data, which are read as text.
+
+In folders they are read only if that is asked for: lock files, data and generated code would
+outweigh the documents."""
+
+_PLAIN = (".txt", ".rst", ".pdf", ".eml", *CODE)
 _HTML = (".htm", ".html")
 _OF_TEXT = (".csv", *_HTML)
 _DECLARED = re.compile(rb"charset=[\"']?([\w-]+)", re.IGNORECASE)
@@ -57,6 +71,11 @@ class Document:
         return "\n".join(self.pages)
 
 
+def is_markdown(suffix: str) -> bool:
+    """Whether the text of a document with this suffix is Markdown."""
+    return suffix.lower() not in _PLAIN
+
+
 def read_text(path: Path) -> str:
     """The text of a regular file, without a byte order mark.
 
@@ -68,12 +87,12 @@ def read_text(path: Path) -> str:
 
 def read_document(
     path: Path, *, encoding: str | None = None, most_bytes: int | None = None,
-    follows_links: bool = False,
+    most_pages: int | None = None, follows_links: bool = False,
 ) -> Document:  # fmt: skip
-    """A document with one of `SUFFIXES`, as Markdown; pages of a PDF as text.
+    """A document with one of `SUFFIXES` or `CODE`: Markdown, or text, see `is_markdown`.
 
-    encoding: of files of text; None to detect it. most_bytes: of the file. follows_links: whether
-    ``path`` may be a symbolic link.
+    encoding: of files of text; None to detect it. most_bytes: of the file. most_pages: of a PDF.
+    follows_links: whether ``path`` may be a symbolic link.
 
     Raises InvalidOption if ``path`` is not a regular file, is too large or cannot be read,
     MissingExtra if a package is needed that is not installed.
@@ -84,7 +103,7 @@ def read_document(
             raise InvalidOption(f"{path} has {size} bytes, and {most_bytes} are allowed at most")
         suffix = path.suffix.lower()
         if suffix in CONVERTED and suffix not in _OF_TEXT:
-            return _converted(path, file, None)
+            return _converted(path, file, None, most_pages)
         content = _content(path, file)
         encoding = _named(encoding) if encoding else _encoding_of(path, content)
         if suffix in CONVERTED:
@@ -144,7 +163,9 @@ def _encoding_of(path: Path, content: bytes) -> str:
     return best.encoding
 
 
-def _converted(path: Path, file: BinaryIO, encoding: str | None) -> Document:
+def _converted(
+    path: Path, file: BinaryIO, encoding: str | None, most_pages: int | None = None
+) -> Document:
     try:
         from markitdown import StreamInfo, converters
     except ImportError as error:
@@ -152,19 +173,84 @@ def _converted(path: Path, file: BinaryIO, encoding: str | None) -> Document:
     suffix = path.suffix.lower()
     kinds: dict[str, Any] = {
         ".csv": converters.CsvConverter, ".docx": converters.DocxConverter,
+        ".epub": converters.EpubConverter, ".ipynb": converters.IpynbConverter,
         ".pdf": converters.PdfConverter, ".pptx": converters.PptxConverter,
     }  # fmt: skip
-    convert = kinds.get(suffix, converters.HtmlConverter)().convert
-    about = StreamInfo(extension=suffix, charset=encoding)
+    own = {".eml": _mail, ".xlsx": _workbook}
     try:
-        found = convert(file, about)
+        if suffix == ".pdf" and most_pages is not None:
+            _check_pages(path, file, most_pages)
+        if suffix in own:
+            title, text = own[suffix](file)
+        else:
+            convert = kinds.get(suffix, converters.HtmlConverter)().convert
+            found = convert(file, StreamInfo(extension=suffix, charset=encoding))
+            title, text = found.title or "", found.markdown
+    except SamkvError:
+        raise
     except Exception as error:  # each converter's library has its own errors
         why = str(error) or type(error).__name__  # the error of an encrypted PDF has no message
         raise InvalidOption(f"{path} cannot be read as {suffix} ({why})") from error
-    pages = [found.markdown]
-    if suffix == ".pdf":
-        pages = found.markdown.removesuffix("\f").split("\f")
-    return Document(pages=tuple(pages), title=" ".join((found.title or "").split()))
+    text = text.encode(errors="replace").decode()  # half characters cannot be stored
+    pages = text.removesuffix("\f").split("\f") if suffix == ".pdf" else [text]
+    return Document(pages=tuple(pages), title=" ".join(str(title).split()))
+
+
+def _check_pages(path: Path, file: BinaryIO, most: int) -> None:
+    """Raises InvalidOption if a PDF has more pages, of which no more are looked at."""
+    from pdfminer.pdfpage import PDFPage
+
+    if sum(1 for _ in PDFPage.get_pages(file, maxpages=most + 1)) > most:
+        raise InvalidOption(f"{path} has more than {most} pages, which are allowed at most")
+    file.seek(0)
+
+
+_HEADERS = ("Subject", "From", "To", "Date")
+
+
+def _mail(file: BinaryIO) -> tuple[str, str]:
+    """Subject and text of an e-mail: headers, the plain body or else the HTML one, attachments."""
+    from email import message_from_binary_file, policy
+
+    message = message_from_binary_file(file, policy=policy.default)
+    body = message.get_body(("plain", "html"))
+    text = "" if body is None else str(body.get_content())
+    if body is not None and body.get_content_subtype() == "html":
+        from markitdown.converters import HtmlConverter
+
+        text = HtmlConverter().convert_string(text).markdown
+    heads = [f"{name}: {message[name]}" for name in _HEADERS if message[name]]
+    names = [str(part.get_filename() or "unnamed") for part in message.iter_attachments()]
+    ends = [f"Attachments, not read: {', '.join(names)}"] if names else []
+    text = "\n\n".join(["\n".join(heads), text.replace("\r\n", "\n").strip(), *ends])
+    return str(message["Subject"] or ""), text
+
+
+def _workbook(file: BinaryIO) -> tuple[str, str]:
+    """The sheets of a workbook as Markdown tables, without empty rows; its title is not known."""
+    try:
+        from openpyxl import load_workbook
+    except ImportError as error:
+        raise MissingExtra.of("openpyxl", "documents") from error
+    lines: list[str] = []
+    for sheet in load_workbook(file, read_only=True, data_only=True).worksheets:
+        sheet.reset_dimensions()  # it may declare more cells than it has
+        lines += ["", f"## {sheet.title}", ""]
+        is_first = True
+        for row in sheet.iter_rows(values_only=True):
+            cells = ["" if cell is None else _cell(str(cell)) for cell in row]
+            while cells and not cells[-1]:
+                cells.pop()
+            if cells:
+                lines.append(f"| {' | '.join(cells)} |")
+                if is_first:
+                    lines.append(f"|{' --- |' * len(cells)}")
+                is_first = False
+    return "", "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _opened(path: Path, flags: int) -> BinaryIO:

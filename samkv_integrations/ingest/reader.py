@@ -26,12 +26,13 @@ _POLL_S = 0.05
 class ReadLimits:
     """Limits for one document.
 
-    file_bytes: of the file. text_bytes: of its text in UTF-8. seconds, memory_bytes: of the process
-    that converts it to text; memory is what the process has in RAM.
+    file_bytes: of the file. text_bytes: of its text in UTF-8. pages: of a PDF. seconds,
+    memory_bytes: of the process that converts it to text; memory is what the process has in RAM.
     """
 
     file_bytes: int = 200 * 2**20
     text_bytes: int = 50 * 2**20
+    pages: int = 2000
     seconds: float = 60.0
     memory_bytes: int = 2 * 2**30
 
@@ -122,8 +123,9 @@ def _read(
 ) -> Document | SamkvError:
     try:
         found = read_document(
-            path, encoding=encoding, most_bytes=limits.file_bytes, follows_links=follows_links
-        )
+            path, encoding=encoding, most_bytes=limits.file_bytes, most_pages=limits.pages,
+            follows_links=follows_links,
+        )  # fmt: skip
     except SamkvError as error:
         return error
     except (MemoryError, RecursionError) as error:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from samkv_integrations.chroma.client import Database, open_collection
-from samkv_integrations.chroma.link import ChromaLink
-from samkv_integrations.cli.ingest import Found, find_documents, split
+from samkv_integrations.chroma.link import Adding, ChromaLink
+from samkv_integrations.errors import InvalidOption
+from samkv_integrations.ingest import splitting
 from samkv_integrations.ingest.cluster import ClusterIngest
+from samkv_integrations.ingest.finding import Found, find_documents
+from samkv_integrations.ingest.splitting import split
 from samkv_integrations.runtimes.transformers.loading import load_model
 from tests.cli.running import error_of, ran, rows_of, run
 from tests.support.records import RECORDS
@@ -27,9 +30,9 @@ from tests.support.records import RECORDS
 
 def test_ingest_prefills_once(town: Path) -> None:
     result = run("ingest", str(town))
-    shown, bar = result.stdout, result.stderr
+    shown = result.stdout
     assert "6 files, 6 chunks" in shown and "6 prefilled by builtin, 0 already cached" in shown
-    assert re.search(r"caching chunks: 100%.* (\d+)/\1 .* tokens/s", bar)
+    assert "tokens/s" not in result.stderr  # it is no terminal
     assert "0 prefilled by builtin, 6 already cached" in ran("ingest", str(town))
     (row,) = rows_of("ingest", str(town))
     assert (row["files"], row["n_records"], row["n_cached"], row["n_hit"]) == (6, 6, 0, 6)
@@ -58,33 +61,59 @@ def test_the_model_of_a_deleted_cache_folder_is_asked_for(town: Path, tiny: str)
     assert json.loads(ran("ask", "Who?", "--model", tiny, "--json"))["model"] == tiny
 
 
-def test_what_is_cached_before_an_interruption_stays(
-    town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def pages_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are cached two by two, as they are read."""
+    monkeypatch.setattr("samkv_integrations.ingest.chunks.PAGE_SIZE", 2)
+
+
+def fails_after(times: int, function: Callable[..., Any], error: BaseException) -> Any:
+    """The function, which raises when it was called so many times."""
+    calls = iter(range(times))
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        if next(calls, None) is None:
+            raise error
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+@pytest.mark.usefixtures("pages_of_two")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), InvalidOption("no room")])
+@pytest.mark.parametrize("where", ["reading", "caching"])
+def test_what_is_cached_before_an_end_stays(
+    where: str, error: BaseException, town: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = ChromaLink.add
-
-    def interrupted(link: ChromaLink, ids: Sequence[str], *rest: Any, **options: Any) -> Any:
-        add(link, ids[:2], *(each[:2] for each in rest), **options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ChromaLink, "add", interrupted)
-    assert "interrupted; caches made so far" in run("ingest", str(town), "--model", tiny).stderr
-    monkeypatch.setattr(ChromaLink, "add", add)
-    assert f"4 prefilled by {tiny}, 2 already cached" in ran("ingest", str(town))
+    with monkeypatch.context() as patched:
+        if where == "reading":  # the fifth file
+            split = fails_after(4, splitting.split, error)
+            patched.setattr("samkv_integrations.ingest.chunks.split", split)
+        else:  # the third page
+            patched.setattr(Adding, "write", fails_after(2, Adding.write, error))
+        ended = run("ingest", str(town), "--model", tiny)
+    if isinstance(error, KeyboardInterrupt):
+        assert "interrupted; caches made so far stay" in ended.stderr and ended.exit_code == 130
+    else:
+        assert "samkv: no room" in ended.stderr and ended.exit_code == 2
+    assert rows_of("store", "sync")[0]["n_records"] == 4
+    assert f"2 prefilled by {tiny}, 4 already cached" in ran("ingest", str(town))
 
 
 _KILLED = """
 import os, signal, sys
-from samkv_integrations.chroma.link import ChromaLink
+from samkv_integrations.chroma.link import Adding
 from samkv_integrations.cli.app import app
+from samkv_integrations.ingest import chunks
 
-add = ChromaLink.add
+chunks.PAGE_SIZE = 2
+write = Adding.write
 
-def killed(link, ids, *rest, **options):
-    add(link, ids[:2], *(each[:2] for each in rest), **options)
+def killed(*arguments, **options):
+    write(*arguments, **options)
     os.kill(os.getpid(), signal.SIGKILL)
 
-ChromaLink.add = killed
+Adding.write = killed
 app(sys.argv[1:])
 """
 
@@ -122,11 +151,13 @@ def test_ingest_splits_long_documents_and_forgets_what_they_no_longer_say(
     assert collection.get(include=["documents"])["documents"] == ["Short now."]
 
 
+@pytest.mark.usefixtures("pages_of_two")
 def test_a_repeated_text_was_not_cached_before(tiny: str, working_folder: Path) -> None:
     Path("docs").mkdir()
     for name in ("a", "b", "c"):
         Path(f"docs/{name}.txt").write_text("The same text in every one of these files.")
     first = ran("ingest", "docs", "--model", tiny)
+    assert "3 files, 3 chunks" in first
     assert f"1 prefilled by {tiny}, 0 already cached, 2 repeated\n" in first
     assert f"0 prefilled by {tiny}, 3 already cached\n" in ran("ingest", "docs")
 
@@ -276,8 +307,30 @@ class TestWhatIsNotRead:
         result = run("ingest", str(town), "--model", tiny)
         assert result.exit_code == 0
         assert result.stdout.startswith(f"{len(list(town.glob('*.txt'))) - 1} files, ")
-        assert "other kinds were left out: 1 .jsonl, 2 .png, 1 Makefile" in result.stderr
+        assert "other kinds were left out: 1 .jsonl, 2 .png, 1 Makefile; --code" in result.stderr
         assert "empty.txt: it holds no text" in result.stderr
+
+    def test_of_many_kinds_the_most_frequent_are_told(self, town: Path, tiny: str) -> None:
+        for number in range(300):
+            (town / f"a.{number:03}").touch()
+        (town / "b.007").touch()
+        (town / f"c.{'long' * 50}").touch()
+        (line,) = (
+            line
+            for line in run("ingest", str(town), "--model", tiny).stderr.splitlines()
+            if "other kinds were" in line
+        )
+        assert "2 .007, " in line and line.endswith(
+            " of 292 other kinds; --code reads source code and data, too"
+        )
+        assert len(line) < 300
+
+    def test_source_code_is_read_if_it_is_named_or_asked_for(self, town: Path, tiny: str) -> None:
+        (town / "questions.jsonl").unlink()
+        (town / "a.py").write_text("def mill():\n    return 'by the river'\n")
+        assert "6 files" in ran("ingest", str(town), "--model", tiny)
+        assert "7 files" in ran("ingest", str(town), str(town / "a.py"), "--model", tiny)
+        assert "7 files" in ran("ingest", str(town), "--code", "--model", tiny)
 
     def test_another_kind_that_is_named_does_not_stop_the_others(
         self, town: Path, tiny: str
@@ -285,7 +338,7 @@ class TestWhatIsNotRead:
         (town / "a.png").write_bytes(b"x")
         picture = str(town / "a.png")
         found = self.skipped(str(town), picture, "--model", tiny, code=1)
-        assert "not a document; known kinds: .md, .txt" in found["a.png"]
+        assert "not a document; known kinds: .md, " in found["a.png"]
         assert "not a document" in error_of("ingest", picture, "--model", tiny)
 
 
@@ -376,6 +429,40 @@ def test_what_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert [file.name for file in found.files] == ["b.txt"]
     (skipped,) = found.skipped
     assert skipped.is_failure and "Permission denied" in skipped.why
+
+
+@pytest.mark.parametrize("kind", [".md", ".txt"])
+@pytest.mark.parametrize("overlap", [1, 20, 100])
+def test_neighbours_overlap(kind: str, overlap: int, tiny: str) -> None:
+    model, most = load_model(tiny), 200  # one token a byte
+    body = " ".join(f"w{number}" for number in range(600))
+    chunks = split(body, kind, model, most, overlap)
+    words = [chunk.split() for chunk in chunks]
+    assert all(len(chunk) <= most for chunk in chunks) and {*chain(*words)} == {*body.split()}
+    for before, after in pairwise(words):
+        n_shared = sum(word in before for word in after)
+        shared = " ".join(after[:n_shared])
+        assert before[len(before) - n_shared :] == after[:n_shared]
+        assert len(shared) <= overlap
+        assert overlap < len(shared) + 6 or before == after[:n_shared]
+
+
+def test_an_overlap_of_more_than_half_of_a_chunk_is_refused(town: Path, tiny: str) -> None:
+    for overlap in ("-1", "51"):
+        line = error_of("ingest", str(town), "--chunk-size", "100", "--overlap", overlap)
+        assert f"--overlap={overlap}; it must be 0 to 50" in line
+    (town / "long.txt").write_text("some words here " * 100)
+    few, more = (
+        rows_of("ingest", str(town), "--model", tiny, "--chunk-size", "100", "--overlap", overlap)
+        for overlap in ("0", "50")
+    )
+    assert few[0]["n_records"] < more[0]["n_records"]
+
+
+def test_a_long_text_is_split_in_parts_that_lose_nothing(tiny: str) -> None:
+    model, body = load_model(tiny), "some words here, " * 20_000
+    chunks = split(body.strip(), ".txt", model, 1000)
+    assert " ".join(chunks) == body.strip()
 
 
 def test_text_without_white_space_is_cut(tiny: str) -> None:
