@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from email.message import EmailMessage
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -71,7 +72,56 @@ def csv(path: Path) -> None:
     path.write_text(f'place,says\nmill,"{MILL}"\n', encoding="utf-8")
 
 
-@pytest.mark.parametrize("write", [pdf, docx, html, pptx, csv])
+def xlsx(path: Path) -> None:
+    from openpyxl import Workbook
+
+    made = Workbook()
+    made.active.append(["place", "says"])
+    made.active.append(["mill | wheel", MILL, None])
+    made.create_sheet("Bakery").append([None, 3, BAKER])
+    made.save(path)
+
+
+def eml(path: Path) -> None:
+    made = EmailMessage()
+    made["Subject"], made["From"] = "The mill", "Größe <miller@example.org>"
+    made.set_content(f"{MILL}\n\nBest wishes")
+    made.add_alternative("<p>secret</p>", subtype="html")
+    made.add_attachment(b"secret", maintype="image", subtype="png", filename="wheel.png")
+    path.write_bytes(bytes(made))
+
+
+def epub(path: Path) -> None:
+    parts = {
+        "META-INF/container.xml": '<container><rootfiles><rootfile full-path="b/a.opf"/>'
+        "</rootfiles></container>",
+        "b/a.opf": '<package xmlns:dc="http://purl.org/dc/elements/1.1/"><metadata>'
+        '<dc:title>The mill</dc:title></metadata><manifest><item id="a" href="a.xhtml"/>'
+        '</manifest><spine><itemref idref="a"/></spine></package>',
+        "b/a.xhtml": f"<html><body><p>{MILL}</p><script>secret</script></body></html>",
+    }
+    with ZipFile(path, "w") as file:
+        for name, text in parts.items():
+            file.writestr(name, text)
+
+
+def ipynb(path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# The mill\n", MILL]},
+        {"cell_type": "code", "source": ["print(1)"], "outputs": [{"text": "secret"}]},
+    ]
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}))
+
+
+def rst(path: Path) -> None:
+    path.write_text(f"The mill\n========\n\n{MILL}\n")
+
+
+def jsonl(path: Path) -> None:
+    path.write_text(json.dumps({"text": MILL}) + "\n")
+
+
+@pytest.mark.parametrize("write", [pdf, docx, html, pptx, csv, xlsx, eml, epub, ipynb, rst, jsonl])
 def test_each_kind_is_read(write: Callable[[Path], None], tmp_path: Path) -> None:
     file = tmp_path / f"file.{write.__name__.upper()}"
     write(file)
@@ -80,8 +130,33 @@ def test_each_kind_is_read(write: Callable[[Path], None], tmp_path: Path) -> Non
     assert len(found.pages) == (2 if write is pdf else 1)
     if write is pdf:
         assert BAKER in found.pages[1]
-    if write is html:
-        assert found.title == "The mill" and "Größe" in found.text
+    if write in (html, eml, epub, ipynb):
+        assert found.title == "The mill"
+    if write in (html, eml):
+        assert "Größe" in found.text
+    if write is eml:
+        assert "Attachments, not read: wheel.png" in found.text
+    if write is xlsx:
+        assert f"| mill \\| wheel | {MILL} |\n" in found.text and "## Bakery" in found.text
+
+
+def test_a_mail_without_a_plain_body_is_read(tmp_path: Path) -> None:
+    made = EmailMessage()
+    made.set_content(f"<html><body><h1>News</h1><p>{MILL}</p></body></html>", subtype="html")
+    (tmp_path / "a.eml").write_bytes(bytes(made))
+    assert read_document(tmp_path / "a.eml").text.strip() == f"# News\n\n{MILL}"
+    (tmp_path / "b.eml").write_bytes(b"Content-Type: text/plain; charset=nowhere\n\nThe mill")
+    with pytest.raises(InvalidOption, match="b.eml cannot be read as .eml .*nowhere"):
+        read_document(tmp_path / "b.eml")
+    (tmp_path / "c.eml").write_bytes(b"")
+    assert read_document(tmp_path / "c.eml").text.strip() == ""
+
+
+def test_half_characters_are_replaced(tmp_path: Path) -> None:
+    ipynb(tmp_path / "a.ipynb")
+    text = (tmp_path / "a.ipynb").read_text().replace("print(1)", "\\ud800")
+    (tmp_path / "a.ipynb").write_text(text)
+    assert "```python\n?\n```" in read_document(tmp_path / "a.ipynb").text
 
 
 def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +175,9 @@ def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         read_document(file)
 
 
-@pytest.mark.parametrize("suffix", [".pdf", ".docx", ".pptx", ".html", ".csv"])
+@pytest.mark.parametrize(
+    "suffix", [".pdf", ".docx", ".pptx", ".html", ".csv", ".xlsx", ".eml", ".epub", ".ipynb"]
+)
 @pytest.mark.parametrize("content", [b"no document", b"PK\x03\x04\xff\xfe", b"\x00\xff" * 500, b""])
 def test_what_is_damaged_is_named_or_is_text(suffix: str, content: bytes, tmp_path: Path) -> None:
     file = tmp_path / f"bad{suffix}"
@@ -110,7 +187,7 @@ def test_what_is_damaged_is_named_or_is_text(suffix: str, content: bytes, tmp_pa
     except InvalidOption as error:
         assert f"bad{suffix} cannot be read as" in str(error)
     else:
-        assert suffix in (".html", ".csv")
+        assert suffix in (".html", ".csv", ".eml")
 
 
 def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
