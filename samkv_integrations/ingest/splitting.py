@@ -38,7 +38,8 @@ def split(body: str, suffix: str, model: Runtime, chunk_size: int, overlap: int 
     def n_tokens(text: str) -> int:
         return len(model.tokenize(text, special=False))
 
-    if n_tokens(body) <= chunk_size:
+    may_fit = len(body) <= chunk_size * model.longest_token  # a long text takes its time to count
+    if may_fit and n_tokens(body) <= chunk_size:
         return [body] if body else []
     try:
         from semantic_text_splitter import MarkdownSplitter, TextSplitter
