@@ -91,6 +91,7 @@ def find_documents(
             f"no document ({', '.join(SUFFIXES)}) in {', '.join(map(str, paths))}"
             + (f" ({skipped[0].path}: {skipped[0].why})" if skipped else "")
             + "; give a folder that holds some"
+            + (", or --code to read source code and data" if others.keys() & {*CODE} else "")
         )
     return Found(files=sorted(found), skipped=list(dict.fromkeys(skipped)), others=others)
 

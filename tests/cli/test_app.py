@@ -111,8 +111,8 @@ def test_what_is_typed_wrong_is_one_line_too(arguments: tuple[str, ...], expecte
             ("ingest", "nothing.txt"),
             "'nothing.txt' does not exist",
         ),
-        (("ingest", "town/questions.jsonl"), "known kinds: .md, .txt, .csv"),
-        (("ingest", "hollow"), "no document (.md, .txt, .csv"),
+        (("ingest", "town/picture.png"), "known kinds: .md, .txt, .rst, .csv"),
+        (("ingest", "hollow"), "no document (.md, .txt, .rst, .csv"),
         (("ingest", "blank", "--model", "builtin"), "no text in 1 document; give some with"),
         (("ingest", "town", "--chunk-size", "0"), "Invalid value for '--chunk-size'"),
         (("ingest", "town", "--collection", "?"), "'?'"),
@@ -143,6 +143,7 @@ def test_mistakes(
 ) -> None:
     if "--dir" not in arguments:
         Database(working_folder / ".samkv/chroma").collection("documents", create=True)
+    (town / "picture.png").touch()
     (working_folder / "hollow").mkdir()
     (working_folder / "hollow/none.jsonl").write_text("\n")
     (working_folder / "blank").mkdir()

@@ -210,6 +210,10 @@ def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
         ("file.pdf", 1, None), ("file.pdf", 2, None), ("file.docx", None, None),
         ("file.html", None, "The mill"),
     }  # fmt: skip
+    result = run("ingest", str(folder), "--max-pages", "1")
+    assert result.exit_code == 1 and "file.pdf: it has more than 1 pages" in result.stderr
+    opened = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
+    assert opened.count() == len(places)  # a document that cannot be read keeps them
     assert "2 chunks deleted" in ran("store", "forget", str(folder / "file.pdf"))
 
 

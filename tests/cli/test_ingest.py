@@ -331,6 +331,9 @@ class TestWhatIsNotRead:
         assert "6 files" in ran("ingest", str(town), "--model", tiny)
         assert "7 files" in ran("ingest", str(town), str(town / "a.py"), "--model", tiny)
         assert "7 files" in ran("ingest", str(town), "--code", "--model", tiny)
+        Path("src").mkdir()
+        (town / "a.py").rename("src/a.py")
+        assert "or --code to read source code" in error_of("ingest", "src")
 
     def test_another_kind_that_is_named_does_not_stop_the_others(
         self, town: Path, tiny: str
