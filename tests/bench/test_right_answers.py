@@ -69,6 +69,7 @@ def test_every_question_counts_for_every_method(tmp_path: Path) -> None:
     assert full["questions"] == 3 and full["first"] == 1.0 and full["lost"] == full["won"] == 0
     assert full["wall"] == 1.0 and all(row["first_wall_s"] > 0 and row["threads"] for row in rows)
     assert full["kl_first"] == 0 < reuse["kl_first"]
+    assert all(0 < row["entropy_first"] < 10 for row in rows)
     assert reuse["recomputed"] == 0 < epic["recomputed"]
     (plain,) = summarise(rows, [TRUTH, "reuse"])[1:]
     assert plain["label"] == "reuse"
