@@ -163,6 +163,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             Scheduler(loaded, limits, turns=FairTurns),
             index.folder,
             index.remote,
+            kv_dir=index.kv,
             database=database,
             **of_engines,
         )
