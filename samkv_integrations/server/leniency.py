@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -67,8 +67,7 @@ class LenientRoute(BoundedRoute):
                     if wrong:
                         raise RequestValidationError(wrong, body=error.body) from None
                     paths = dict.fromkeys(_path(each["loc"][1:]) for each in error.errors())
-                    for path in paths:
-                        _drop(error.body, path)
+                    _drop(error.body, _tree(paths))
                     ignored |= paths
                     request = _request_of(request, error.body)
                     await asyncio.sleep(0)  # other requests in turn
@@ -97,17 +96,27 @@ def _path(where: Sequence[str | int]) -> _Path:
     return tuple(None if isinstance(part, int) else part for part in where)
 
 
-def _drop(body: Any, path: _Path) -> None:  # noqa: ANN401
-    """Remove a field wherever its path leads."""
-    part, *rest = path
-    if isinstance(body, list) and part is None:
-        for each in body:
-            _drop(each, tuple(rest))
-    elif isinstance(body, dict) and part in body:
-        if rest:
-            _drop(body[part], tuple(rest))
-        else:
-            del body[part]
+def _tree(paths: Iterable[_Path]) -> dict[str | None, Any]:
+    """The paths as nested dicts, empty at their ends."""
+    tree = dict[str | None, Any]()
+    for path in paths:
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+    return tree
+
+
+def _drop(body: Any, tree: dict[str | None, Any]) -> None:  # noqa: ANN401
+    """Remove the fields at the ends of a tree; each object is visited once."""
+    if isinstance(body, list):
+        for each in body if None in tree else ():
+            _drop(each, tree[None])
+    elif isinstance(body, dict):
+        for part in body.keys() & tree.keys():  # as long as the shorter one
+            if tree[part]:
+                _drop(body[part], tree[part])
+            else:
+                del body[part]
 
 
 def _request_of(request: Request, body: object) -> Request:
