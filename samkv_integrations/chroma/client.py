@@ -211,7 +211,10 @@ def _address(server: str) -> tuple[str, int, bool]:
         has_more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
         if parts.scheme in ("http", "https") and parts.hostname and parts.port and not has_more:
             return parts.hostname, parts.port, parts.scheme == "https"
-    raise InvalidOption(f"Chroma server {server!r}; give http://HOST:PORT, or https://HOST:PORT")
+    raise InvalidOption(
+        f"Chroma server {server!r}; give http://HOST:PORT, https://HOST:PORT, or a folder that "
+        "exists"
+    )
 
 
 def check_name(name: str) -> None:

@@ -232,21 +232,21 @@ def ingest(
     dtype = engine.model.dtype_name if "dtype" in kind.options else "auto"
     now = Ingested(model=model, runtime=kind.name, dtype=dtype, store_bits=bits)
     if is_new:  # so that other commands know the model if this one is killed
-        remember(folder, engine.store, place, now)
+        remember(index.kv, engine.store, place, now)
     if pool is None:
         try:
             done = link.add(*records, progress=True)
         except KeyboardInterrupt:
             said = "interrupted; caches made so far stay, and the same command continues"
             tables.console(stderr=True).print(said)
-            remember(folder, engine.store, place, now)
+            remember(index.kv, engine.store, place, now)
             raise
     else:
         with redirect_stdout(sys.stderr):  # Ray prints the output of a worker that ends
             by_workers = add_on_ray(link, source, *records, pool=pool, progress=True)
         done = by_workers
         failed = [{"id": read.ids[at], "why": why} for at, why in by_workers.failed.items()]
-    was = remember(folder, engine.store, place, now)
+    was = remember(index.kv, engine.store, place, now)
     _delete_outdated(link, read)
 
     skipped = [*found.skipped, *read.skipped]

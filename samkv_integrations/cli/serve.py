@@ -58,6 +58,10 @@ class Serving:
         list[str] | None,
         typer.Option(hidden=True, help="Origin of web pages that may use it; repeat for more."),
     ] = None
+    lenient: Annotated[
+        bool,
+        typer.Option("--lenient", hidden=True, help="Ignore fields that it does not know."),
+    ] = False
     timeout: Annotated[float | None, args.flag(AnswerOptions, "timeout")] = None
     grace: Annotated[
         int, typer.Option(min=0, hidden=True, help="Seconds for running answers at shutdown.")
@@ -136,7 +140,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
         most_tokens=serving.max_tokens, timeout_s=serving.timeout,
         logs_prompts=serving.log_prompts, max_body_bytes=max_body,
-        cors_origins=serving.cors_origin or (),
+        cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
     )  # fmt: skip
 
     def say(at: str) -> None:
@@ -159,6 +163,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             Scheduler(loaded, limits, turns=FairTurns),
             index.folder,
             index.remote,
+            kv_dir=index.kv,
             database=database,
             **of_engines,
         )

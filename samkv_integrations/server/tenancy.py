@@ -106,6 +106,7 @@ class Tenancy:
     Args:
         scheduler: runs the model, for all engines.
         folder: holds the chunk caches under ``kv``, as ``samkv ingest --dir`` leaves them.
+        kv_dir: the folder of the chunk caches, if it is another one.
         remote: the remote tier, where machines share chunk caches; None for no remote tier.
         database: the database of the collections; None for the one under ``chroma`` in ``folder``.
         options: those of every engine.
@@ -117,11 +118,12 @@ class Tenancy:
         folder: Path,
         remote: str | None = None,
         *,
+        kv_dir: Path | None = None,
         database: Database | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.scheduler = scheduler
-        self._folder, self._remote, self._options = folder, remote, options
+        self._kv, self._remote, self._options = kv_dir or folder / "kv", remote, options
         self._database = database or Database(folder / "chroma")
         self._engines: dict[str, Engine] = {}
         self._listeners: list[Listener] = []
@@ -134,9 +136,7 @@ class Tenancy:
         """
         with self._opening:
             if (engine := self._engines.get(tenant.namespace)) is None:
-                store = ChunkStore(
-                    self._folder / "kv", namespace=tenant.namespace, remote=self._remote
-                )
+                store = ChunkStore(self._kv, namespace=tenant.namespace, remote=self._remote)
                 engine = Engine(
                     self.scheduler.model, store, scheduler=self.scheduler, **self._options
                 )
