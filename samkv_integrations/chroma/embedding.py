@@ -119,7 +119,7 @@ class EmbeddingName:
         """
         if url is not None:
             return cls(model=model, url=checked_url(url))
-        if model != CHROMA and Path(model).is_dir():
+        if model not in ("", CHROMA) and Path(model).is_dir():
             return cls(model=str(Path(model).resolve()))
         if not model or model.startswith((".", "/", "~")):
             raise ModelNotFound(f"embedding {model!r} is not a folder; {_KNOWN}")
@@ -248,8 +248,11 @@ def _sentence_transformer(model: str) -> _Model:
     MissingExtra.unless_installed("embedding", "sentence_transformers")
     from sentence_transformers import SentenceTransformer
 
-    try:
-        loaded = SentenceTransformer(model)
+    from samkv_integrations.runtimes.transformers.loading import hub_answers
+
+    try:  # without the hub it would try again for a minute
+        is_here = Path(model).is_dir() or not hub_answers()
+        loaded = SentenceTransformer(model, local_files_only=is_here)
     except Exception as error:  # of the hub, of files, or of their content
         raise ModelNotFound(
             f"embedding {model!r} cannot be loaded: {_first_line(error)}; {_KNOWN}"
