@@ -287,6 +287,8 @@ def ingest(
         f"{formatting.seconds(done.seconds)} for caches and records; "
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
+    if embedding is not None:
+        lines.append(f"found by words, and by vectors of {embedding.name}")
     if done.n_released:
         lines.append(f"{count(done.n_released, 'replaced cache')} deleted")
     if done.n_evicted:
