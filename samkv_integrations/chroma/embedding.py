@@ -246,6 +246,11 @@ def _of_chroma() -> _Model:
 
 def _sentence_transformer(model: str) -> _Model:
     MissingExtra.unless_installed("embedding", "sentence_transformers")
+    if os.path.isabs(model) and not os.path.isdir(model):
+        raise ModelNotFound(
+            f"the folder {model} of the collection's embedding is not here; put it there, or "
+            "ingest into another collection with one that is"
+        )
     from sentence_transformers import SentenceTransformer
 
     from samkv_integrations.runtimes.transformers.loading import hub_answers
@@ -400,7 +405,12 @@ class Embeddings:
 
     def _get(self, name: EmbeddingName) -> LearnedEmbedding:
         trusted = self._url, os.environ.get(BASE_VARIABLE, OPENAI).rstrip("/")
-        key = os.environ.get(KEY_VARIABLE) if name.url in trusted else None
+        key = os.environ.get(KEY_VARIABLE, "").strip() if name.url in trusted else None
+        if key and not (key.isascii() and key.isprintable()):  # the client's error would show it
+            raise InvalidOption(
+                f"{KEY_VARIABLE} is no key, because it has characters beyond visible ASCII; set it "
+                "to the endpoint's key"
+            )
         with self._lock:
             return self._loaded.setdefault(name, LearnedEmbedding(name, key))
 

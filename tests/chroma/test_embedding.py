@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -219,6 +220,20 @@ def test_a_key_is_sent_where_the_user_says_alone(
     assert asks(Embeddings()) == "Bearer sk-secret"
 
 
+def test_a_key_that_is_none_is_not_shown(
+    server: EmbeddingServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    database = Database(tmp_path / "chroma")
+    for key in ("sk-secret\nsk-other", "sk-secrét"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(InvalidOption, match="visible ASCII") as raised:
+            Embeddings("tiny", server.url).to_ingest(database, "town")
+        assert "sk-" not in str(raised.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\n")  # as a file's content ends
+    Embeddings("tiny", server.url).to_ingest(database, "town")
+    assert server.keys == ["Bearer sk-secret"]
+
+
 def rows(*embeddings: object) -> tuple[int, object]:
     return 200, {"data": [{"index": at, "embedding": one} for at, one in enumerate(embeddings)]}
 
@@ -281,7 +296,7 @@ def test_urls_that_are_refused(url: str) -> None:
 def saved_static(folder: Path) -> Path:
     """A sentence-transformers model: a row of a table for each word, and their mean."""
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.models import StaticEmbedding
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -320,10 +335,22 @@ def test_a_folder_that_is_none(model: str) -> None:
         Embeddings(model)
 
 
+def test_a_folder_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    folder = saved_static(tmp_path / "static")
+    (folder / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "modeling_own.Own"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelNotFound, match="cannot be loaded"):
+        LearnedEmbedding(EmbeddingName(model=str(folder))).embed(["a"])
+    assert not (tmp_path / "ran").exists()
+
+
 def test_models_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFound, match="empty' cannot be loaded: .*; give 'chroma'"):
         LearnedEmbedding(EmbeddingName(model=str(tmp_path / "empty"))).embed(["a"])
+    with pytest.raises(ModelNotFound, match="gone of the collection's embedding is not here"):
+        LearnedEmbedding(EmbeddingName(model=str(tmp_path / "gone"))).embed(["a"])
     loading = "samkv_integrations.runtimes.transformers.loading"
     monkeypatch.setattr(f"{loading}.hub_answers", lambda: False)
     with pytest.raises(ModelNotFound, match="'no-one/no-model' cannot be loaded"):
