@@ -26,6 +26,7 @@ from samkv_integrations.chroma.embedding import (
 )
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.errors import EmbeddingFailed, InvalidOption, MissingExtra, ModelNotFound
+from tests.support.chroma_link import client_of
 from tests.support.embedding_server import EmbeddingServer, embedding_server, vector
 from tests.support.records import builtin
 
@@ -123,12 +124,13 @@ def test_what_both_rankings_have_comes_first(link: ChromaLink) -> None:
 def test_records_that_others_change_or_delete(link: ChromaLink) -> None:
     assert found(link, "vessel")[0] == TEXTS[0]
     link.collection.update(ids=["0"], documents=["Basalt."], embeddings=[vector("gallery")])
-    assert TEXTS[0] not in found(link, "Delford ferries")
+    assert found(link, "Delford ferries")[0] == TEXTS[2]
     assert "Basalt." in found(link, "gallery")
     link.collection.delete(ids=["0"])
     assert set(found(link, "ferry")) == {*TEXTS[1:]}
     link.collection.add(ids=["9"], embeddings=[vector("ferry")])  # has no text
     assert set(found(link, "ferry")) == {*TEXTS[1:]}
+    assert len(found(link, "ferry", 1)) == 1
 
 
 def test_unchanged_records_keep_their_vectors(link: ChromaLink) -> None:
@@ -174,6 +176,18 @@ def test_other_metadata_of_a_collection_stay(tmp_path: Path, server: EmbeddingSe
     }
     assert again.count() == 1
     assert open_remembering(database, "town", None).metadata == again.metadata
+
+
+def test_a_collection_keeps_its_distance(tmp_path: Path, server: EmbeddingServer) -> None:
+    database, embedding = Database(tmp_path / "chroma"), of(server)
+    first = database.collection("first", create=True)
+    client_of(first).create_collection("town", metadata={"hnsw:space": "cosine"})
+    opened = open_remembering(database, "town", embedding)
+    opened.add(ids=["0"], documents=["Basalt."], embeddings=embedding.embed(["Basalt."]))
+    moved = LearnedEmbedding(EmbeddingName.given("tiny", "http://elsewhere:1/v1/"))
+    opened = open_remembering(database, "town", moved)
+    assert opened.metadata["samkv_embedding_url"] == "http://elsewhere:1/v1"
+    assert database.collection("town").configuration_json["hnsw"]["space"] == "cosine"
 
 
 def test_an_embedding_is_loaded_once(tmp_path: Path, server: EmbeddingServer) -> None:
