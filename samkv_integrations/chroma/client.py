@@ -117,6 +117,22 @@ class Database:
         with chroma_errors("Chroma cannot list its collections"):
             return sorted(collection.name for collection in client.list_collections())
 
+    def describe(self, collection: Collection, fields: Mapping[str, str]) -> Collection:
+        """Put these fields into the metadata of a collection; returns it.
+
+        A collection without records is made anew, so that it takes vectors of any dimension.
+        """
+        client, name = self._client(create=False), collection.name
+        with chroma_errors(f"collection {name!r} cannot be described"):
+            if not collection.count():
+                metadata = {**(collection.metadata or {}), **fields}
+                client.delete_collection(name)
+                return client.create_collection(name, metadata=metadata, embedding_function=None)
+            known = dict(collection.metadata or {})
+            known.pop("hnsw:space", None)  # Chroma takes it at creation alone
+            collection.modify(metadata={**known, **fields})
+            return collection
+
     def check(self, names: Sequence[str]) -> None:
         """Query each of these collections once, in a process of its own.
 

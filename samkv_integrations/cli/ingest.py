@@ -20,7 +20,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
-from samkv_integrations.cli.loading import Collections, Index, Ingested, remember
+from samkv_integrations.cli.loading import Collections, Embedded, Index, Ingested, remember
 from samkv_integrations.errors import (
     EmptyInput,
     Given,
@@ -181,7 +181,7 @@ class Reading:
 
 
 def ingest(
-    paths: Paths, index: Index, ray: OnRay, reading: Reading,
+    paths: Paths, index: Index, ray: OnRay, reading: Reading, embedded: Embedded,
     collection: args.Collection = "documents",
     chunk_size: Annotated[int, typer.Option(help="Most tokens of a chunk.", min=1)] = 512,
     max_bytes: Annotated[str | None, typer.Option(help=_BUDGET)] = None, as_json: args.Json = False,
@@ -200,7 +200,7 @@ def ingest(
 
     check_name(collection)
 
-    from samkv_integrations.chroma.embedding import HashingEmbedding
+    from samkv_integrations.chroma.embedding import open_remembering
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.frameworks.engine_args import engine_of
     from samkv_integrations.ingest.cluster import add_on_ray
@@ -210,6 +210,7 @@ def ingest(
     is_new = True
     with suppress(InvalidOption):  # without a database
         is_new = collection not in database.names()
+    embedding = embedded.embeddings.to_ingest(database, collection)
     before = index.as_ingested([place], may_be_new=is_new)
     model = before.model
     source = index.source(before, max_bytes)
@@ -224,8 +225,9 @@ def ingest(
         why = "".join(f"; {one.path}: {one.why}" for one in read.skipped if one.is_failure)
         n_files = count(len(found.files), "document")
         raise EmptyInput(f"no text in {n_files}{why}; give some with text")
-    link = ChromaLink(database.collection(collection, create=True), engine)
-    records = read.ids, read.texts, HashingEmbedding().embed(read.texts), read.rows
+    link = ChromaLink(open_remembering(database, collection, embedding), engine, embedding)
+    vectors = link.vectors(read.ids, read.texts, progress=True)
+    records = read.ids, read.texts, vectors, read.rows
     done: IngestResult
     failed: list[dict[str, str]] = []
     kind, bits = runtime_for(model, before.runtime), engine.store_bits
@@ -285,6 +287,8 @@ def ingest(
         f"{formatting.seconds(done.seconds)} for caches and records; "
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
+    if embedding is not None:
+        lines.append(f"found by words, and by vectors of {embedding.name}")
     if done.n_released:
         lines.append(f"{count(done.n_released, 'replaced cache')} deleted")
     if done.n_evicted:

@@ -19,6 +19,7 @@ from samkv_integrations.options import DEFAULT_METHOD, EngineOptions, ModelOptio
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.embedding import Embeddings
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine import Engine
     from samkv_integrations.frameworks.engine_args import ModelSource
@@ -159,6 +160,34 @@ class Ingested:
     runtime: str | None = None
     dtype: str = "auto"
     store_bits: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """The options that say by which vectors chunks are found, beside their words."""
+
+    embedding: Annotated[
+        str | None,
+        args.further(
+            help="Find chunks by vectors too: chroma, a sentence-transformers id or folder, or the "
+            "endpoint's model. Default: as ingested, else words alone."
+        ),
+    ] = None
+    embedding_url: Annotated[
+        str | None,
+        args.further(
+            metavar="URL",
+            help="OpenAI-compatible endpoint of --embedding, such as Ollama's: "
+            "http://HOST:PORT/v1. Default: as ingested.",
+        ),
+    ] = None
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embeddings of collections. Raises for a wrong URL or folder."""
+        from samkv_integrations.chroma.embedding import Embeddings
+
+        return Embeddings(self.embedding, self.embedding_url)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,8 +387,15 @@ class Index(Collections, args.OfRuntime):
 
         return engine_of(self.source(given, **options))
 
-    def links(self, names: Sequence[str], **options: Unpack[EngineOptions]) -> list[ChromaLink]:
+    def links(
+        self,
+        names: Sequence[str],
+        embeddings: Embeddings | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
+
+        embeddings: by which questions find chunks, besides words.
 
         Raises InvalidOption if a collection does not exist or belongs to another namespace, or if
         its caches are another model's.
@@ -370,11 +406,12 @@ class Index(Collections, args.OfRuntime):
         database = self.database
         opened = [database.collection(name) for name in names]
         self.require_own_records(database, names)
+        vectors = [embeddings.of(one) if embeddings else None for one in opened]
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
         require(engine.store, engine.fingerprint)
-        return [ChromaLink(one, engine) for one in opened]
+        return [ChromaLink(one, engine, by) for one, by in zip(opened, vectors, strict=True)]
 
 
 _NOTE = "ingested"

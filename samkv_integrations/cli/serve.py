@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.loading import Answering, Index
+from samkv_integrations.cli.loading import Answering, Embedded, Index
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
@@ -88,7 +88,10 @@ class Serving:
             ) from error
 
 
-def serve(index: Index, options: EngineOptions, serving: Serving, answering: Answering) -> None:
+def serve(
+    index: Index, options: EngineOptions, serving: Serving, answering: Answering,
+    embedded: Embedded,
+) -> None:  # fmt: skip
     """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
@@ -127,9 +130,11 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it out"
         )
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
-    database = index.database
+    database, embeddings = index.database, embedded.embeddings
     for _, wanted in asked:
-        database.collection(wanted)
+        embedding = embeddings.of(database.collection(wanted))
+        if embedding is not None:
+            embedding.embed_question("a question")  # loads it, and fails now if it must
     ingested = index.as_ingested(asked)
     model = ingested.model
     of_engines: EngineOptions = {
@@ -165,6 +170,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             index.remote,
             kv_dir=index.kv,
             database=database,
+            embeddings=embeddings,
             **of_engines,
         )
         for tenant in keys.tenants:  # an unusable folder must end the command now

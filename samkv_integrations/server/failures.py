@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from samkv_integrations.errors import (
     MOST_SHOWN,
     ChunkNotCached,
+    EmbeddingFailed,
     Given,
     InvalidChunk,
     OutOfMemory,
@@ -29,6 +30,10 @@ _STORE = (
     "the server's store of chunk caches failed; the server's log has the cause, under the "
     "x-request-id of this response"
 )
+_EMBEDDING = (
+    "the embedding of the collection failed; the server's log has the cause, under the "
+    "x-request-id of this response"
+)
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
 """Most characters of a message; a longer one loses its middle, such as a long value."""
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
@@ -40,6 +45,7 @@ _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
     (OutOfMemory, 503, "server_error", "out_of_memory"),
     (TimedOut, 504, "timeout_error", "timeout"),
     (StoreError, 500, "server_error", "store_error"),
+    (EmbeddingFailed, 502, "server_error", "embedding_failed"),
     (SamkvError, 400, "invalid_request_error", None),
 )
 
@@ -89,8 +95,8 @@ class Failure(HTTPException):
         names: the model's own, which may be a path, and clients'. paths: the fields of the request
         that are not named as their options, and under ``messages`` that of the prompt.
 
-        Messages of a `SamkvError` are shown, except the store's. The message of an unexpected
-        exception is not even logged, because it may hold a prompt.
+        Messages of a `SamkvError` are shown, except the store's and the embedding's. The message of
+        an unexpected exception is not even logged, because it may hold a prompt.
         """
         if isinstance(error, Failure):
             return error
@@ -106,8 +112,9 @@ class Failure(HTTPException):
         status, kind, code = next(
             (status, kind, code) for of, status, kind, code in _KINDS if isinstance(error, of)
         )
-        if isinstance(error, StoreError):
-            return cls(status, _STORE, type=kind, code=code, cause=str(error))
+        if isinstance(error, StoreError | EmbeddingFailed):
+            said = _STORE if isinstance(error, StoreError) else _EMBEDDING
+            return cls(status, said, type=kind, code=code, cause=str(error))
 
         def as_field(given: Given) -> str:
             return str(Given(paths.get(given.option, given.option), given.value))
