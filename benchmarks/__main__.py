@@ -24,6 +24,7 @@ BENCHMARKS = {
     "count": "lines of code and files of the wheel, by package",
     "finding": "time to find chunks in prompts of 100,000 characters, hostile ones included",
     "hostile_clients": "whether normal clients of a server notice hostile ones",
+    "merged_parents": "tokens from caches where LlamaIndex merges retrieved nodes into parents",
     "on_gpu": "first and later tokens, ingest, answers and tests on a GPU",
     "pauses": "how long an answer pauses while a long prompt of somebody else is read",
     "random_gguf": "a GGUF file of an 8 B shape with random weights, to time a model of that size",

@@ -4,11 +4,14 @@ A set is written ``FILE[@FORM][:FIRST-LAST]``. FORM says how its documents becom
 
 - a number such as ``5``: the question's own paragraphs, so many at most;
 - ``512x4``: its documents joined, split as LlamaIndex does into chunks of 512 tokens, 4 retrieved;
+- ``words4``: 4 of all paragraphs of the set's questions, as ``samkv ask`` finds them by BM25, the
+  best first; ``words4last``: the best last; ``hashed4``: nearest by hashed words;
 - left out, for records that name a package: the description of the package as it is installed,
   split as LangChain does by default (1,000 characters, overlap 200); 4 retrieved from all packages
   that the file names.
 
-Retrieval is by words (TF-IDF), so that no model has to be downloaded.
+FILE may be several, joined by ``+``: FIRST-LAST are of each. Where nothing is said of it, retrieval
+is by words (TF-IDF), so that no model has to be downloaded.
 """
 
 from __future__ import annotations
@@ -19,10 +22,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from benchmarks.datasets import Question, load, with_fewer
+from samkv_integrations.chroma.client import open_collection
+from samkv_integrations.chroma.embedding import HashingEmbedding
+from samkv_integrations.chroma.records import Records
+from samkv_integrations.chroma.words import WordIndex
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab.evaluation import is_in_documents
@@ -41,7 +49,9 @@ STANDARD = (
 )  # fmt: skip
 """What ``--data FOLDER`` stands for, besides `PACKAGES`."""
 
-_SPEC = re.compile(r"(?P<file>.+?)(?:@(?P<form>\d+(?:x\d+)?))?(?::(?P<first>\d+)-(?P<last>\d+))?")
+_FORM = r"\d+(?:x\d+)?|(?:words|hashed)\d+(?:last)?"
+_SPEC = re.compile(rf"(?P<file>.+?)(?:@(?P<form>{_FORM}))?(?::(?P<first>\d+)-(?P<last>\d+))?")
+_FOUND = re.compile(r"(?P<way>words|hashed)(?P<count>\d+)(?P<order>last)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +82,24 @@ def questions_of(specs: Sequence[str]) -> list[Asked]:
 def _set_of(spec: str) -> list[Asked]:
     match = _SPEC.fullmatch(spec)
     assert match is not None  # every text is a file at least
-    path, form = Path(match["file"]), match["form"]
-    if not path.is_file():
-        raise InvalidOption(
-            f"questions {spec!r}: there is no file {str(path)!r}; give FILE[@FORM][:FIRST-LAST], "
-            "such as hotpotqa.jsonl@5:1-50"
-        )
+    paths, form = [Path(name) for name in match["file"].split("+")], match["form"]
+    for path in paths:
+        if not path.is_file():
+            raise InvalidOption(
+                f"questions {spec!r}: there is no file {str(path)!r}; give "
+                "FILE[+FILE][@FORM][:FIRST-LAST], such as hotpotqa.jsonl@5:1-50"
+            )
     first, last = int(match["first"] or 1), int(match["last"] or 10**9)
-    if "package" in _first_record(path):
+    is_found = form and _FOUND.fullmatch(form)
+    if len(paths) > 1 and not is_found:
+        raise InvalidOption(f"questions {spec!r}: several files need a form such as words4")
+    path = paths[0]
+    if is_found:
+        way, count, order = is_found.groups()
+        kind = f"{count} found by {way}, best {order or 'first'}"
+        asked = [one for path in paths for one in load(path)[first - 1 : last]]
+        found, (first, last) = _found(asked, way, int(count), order == "last"), (1, len(asked))
+    elif "package" in _first_record(path):
         kind, found = f"{RETRIEVED} x 1,000 characters", _of_packages(path)
     elif form and "x" in form:
         size, count = map(int, form.split("x"))
@@ -119,6 +139,32 @@ def retrieved(question: str, chunks: Sequence[str], count: int) -> tuple[str, ..
     vectors = TfidfVectorizer(sublinear_tf=True).fit_transform([*chunks, question])
     nearness = (vectors[:-1] @ vectors[-1].T).toarray()[:, 0]
     return tuple(chunks[at] for at in np.argsort(-nearness, kind="stable")[:count])
+
+
+def _found(asked: Sequence[Question], way: str, count: int, is_last: bool) -> list[Question]:
+    """The questions, each over what is found of the paragraphs of all. way: words or hashed."""
+    texts = _distinct(text for one in asked for text in one.documents)
+    vectors = HashingEmbedding().embed(texts)
+    with TemporaryDirectory() as folder:
+        records = Records(open_collection(folder, "paragraphs", create=True))
+        ids = [str(at) for at in range(len(texts))]
+        for part in records.slices(len(texts)):
+            nothing = [None] * len(ids[part])
+            records.write(ids[part], texts[part], vectors[part], nothing, nothing)
+        index, found = WordIndex(records, None), list[Question]()
+        index.count()  # makes it
+        for one in asked:
+            if way == "words":
+                best = [text for text, _ in index.search(one.question, count).values()]
+            else:
+                nearness = np.array(vectors) @ HashingEmbedding().embed([one.question])[0]
+                best = [texts[at] for at in np.argsort(-nearness, kind="stable")[:count]]
+            best = best[::-1] if is_last else best
+            places = tuple(
+                best.index(one.documents[at]) for at in one.supporting if one.documents[at] in best
+            )
+            found.append(replace(one, documents=tuple(best), supporting=places))
+    return found
 
 
 def _split(question: Question, size: int, count: int) -> Question:

@@ -1,9 +1,11 @@
 """Whether `samkv ask` finds the right paragraphs: recall and first hit, beside hashed words.
 
     python -m benchmarks retrieval --data FOLDER [--extra 100000]
+    python -m benchmarks retrieval --data FOLDER --embedding NAME [--embedding-url URL]
 
-The paragraphs of all questions are records of one collection. A question counts if its file says
-which paragraphs support the answer.
+With ``--embedding`` also its vectors alone, and both rankings fused. The paragraphs of all
+questions are records of one collection. A question counts if its file says which paragraphs support
+the answer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import typer
 from benchmarks.commands import command_line, markdown_table
 from benchmarks.datasets import Question, load
 from samkv_integrations.chroma.client import open_collection
-from samkv_integrations.chroma.embedding import HashingEmbedding
+from samkv_integrations.chroma.embedding import (
+    EmbeddingName,
+    HashingEmbedding,
+    LearnedEmbedding,
+    fused,
+)
+from samkv_integrations.chroma.link import DEPTH
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.chroma.words import WordIndex
 
@@ -45,9 +53,16 @@ def _figures(
     return [f"{fmean(recalls):.2f}", f"{fmean(firsts):.2f}", f"{median(times):.1f}"]
 
 
+def _nearest(vectors: np.ndarray, question: Sequence[float], k: int) -> list[int]:
+    nearness = vectors @ np.array(question, np.float32)
+    return np.argsort(-nearness, kind="stable")[:k].tolist()  # type: ignore[no-any-return]
+
+
 def retrieval(
     data: Annotated[Path, typer.Option(help="A folder of hotpotqa.jsonl and the others.")],
     extra: Annotated[int, typer.Option(help="Repeat paragraphs up to so many records.")] = 0,
+    embedding: Annotated[str | None, typer.Option(help="As of 'samkv ingest'.")] = None,
+    embedding_url: Annotated[str | None, typer.Option(help="As of 'samkv ingest'.")] = None,
 ) -> None:
     """Recall and first hit of the words that `samkv ask` looks up, beside hashed words."""
     questions = [one for file in FILES for one in load(data / file)]
@@ -55,8 +70,8 @@ def retrieval(
     texts = list(dict.fromkeys(text for one in questions for text in one.documents))
     texts += [f"{texts[at % len(texts)]} {at}" for at in range(extra - len(texts))]
     ids = [str(at) for at in range(len(texts))]
-    embedding = HashingEmbedding()
-    vectors = np.array(embedding.embed(texts), np.float32)
+    hashing = HashingEmbedding()
+    vectors = np.array(hashing.embed(texts), np.float32)
     with TemporaryDirectory() as folder:
         collection = open_collection(folder, "paragraphs", create=True)
         for start in range(0, len(texts), 1000):
@@ -69,14 +84,30 @@ def retrieval(
             return [int(id_) for id_ in index.search(question, TOP_K)]
 
         def hashed(question: str) -> list[int]:
-            nearness = vectors @ np.array(embedding.embed([question])[0], np.float32)
-            return np.argsort(-nearness, kind="stable")[:TOP_K].tolist()  # type: ignore[no-any-return]
+            return _nearest(vectors, hashing.embed([question])[0], TOP_K)
 
+        ways: dict[str, Callable[[str], Sequence[int]]]
+        ways = {"words (BM25)": by_words, "hashed words": hashed}
+        if embedding is not None:
+            learned = LearnedEmbedding(EmbeddingName.given(embedding, embedding_url))
+            began = time.perf_counter()
+            parts = [learned.embed(texts[at : at + 256]) for at in range(0, len(texts), 256)]
+            embedded = np.array([row for part in parts for row in part], np.float32)
+            seconds = time.perf_counter() - began
+            typer.echo(f"{len(texts)} texts embedded in {seconds:.0f} s", err=True)
+
+            def near(question: str, k: int = TOP_K) -> list[int]:
+                return _nearest(embedded, learned.embed_question(question), k)
+
+            def both(question: str) -> list[int]:
+                words = [id_ for id_, (_, score) in index.search(question, DEPTH).items() if score]
+                return [int(id_) for id_ in fused(words, [*map(str, near(question, DEPTH))])][
+                    :TOP_K
+                ]
+
+            ways |= {f"vectors ({embedding})": near, "words and vectors": both}
         counts = str(len(texts)), str(len(asked))
-        rows = [
-            [name, *counts, *_figures(asked, texts, find)]
-            for name, find in (("words (BM25)", by_words), ("hashed words", hashed))
-        ]
+        rows = [[name, *counts, *_figures(asked, texts, find)] for name, find in ways.items()]
     typer.echo(markdown_table(COLUMNS, rows, left=1))
 
 

@@ -109,6 +109,7 @@ class Judged:
             answer.sequence.close()
         for row, answer in zip(rows, answers, strict=True):
             row["kl_first"] = float(kl(full.logits[None], answer.logits[None])[0])
+            row["entropy_first"] = float(entropy(answer.logits))
         if is_timed:
             along = partial(force, follow=full.tokens[:FOLLOWED])
             theirs = _tensor(self._asked(candidates[0], along)[0])
@@ -130,6 +131,12 @@ def kl(full: Tensor, other: Tensor) -> Tensor:
     # 0 where full prefill's probability is 0, also if the other's is: 0 * inf is no number
     terms = torch.where(share > 0, share * (theirs - mine), 0.0)
     return terms.sum(-1).clamp_min(0)  # rounding may make it slightly negative
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """The entropy in nats of the distribution of ``logits`` (vocabulary,)."""
+    shares = logits.double().softmax(-1)
+    return torch.special.entr(shares).sum()
 
 
 class _Answer:

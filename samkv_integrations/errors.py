@@ -67,6 +67,10 @@ class ModelFailed(SamkvError, RuntimeError):
     """The library that runs the model failed while it computed."""
 
 
+class EmbeddingFailed(SamkvError, RuntimeError):
+    """The embedding of a collection failed: its endpoint, or what it returned."""
+
+
 class ModelNotFound(SamkvError, LookupError):
     """No model could be loaded under the given name or path."""
 

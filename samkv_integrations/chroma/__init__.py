@@ -7,12 +7,13 @@ from samkv_integrations.chroma.client import (
     connect_collection,
     open_collection,
 )
-from samkv_integrations.chroma.embedding import HashingEmbedding
+from samkv_integrations.chroma.embedding import Embeddings, HashingEmbedding
 from samkv_integrations.chroma.link import ChromaLink
 
 __all__ = [
     "KEY_FIELD",
     "ChromaLink",
+    "Embeddings",
     "HashingEmbedding",
     "check_name",
     "chroma_errors",

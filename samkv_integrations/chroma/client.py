@@ -117,6 +117,22 @@ class Database:
         with chroma_errors("Chroma cannot list its collections"):
             return sorted(collection.name for collection in client.list_collections())
 
+    def describe(self, collection: Collection, fields: Mapping[str, str]) -> Collection:
+        """Put these fields into the metadata of a collection; returns it.
+
+        A collection without records is made anew, so that it takes vectors of any dimension.
+        """
+        client, name = self._client(create=False), collection.name
+        with chroma_errors(f"collection {name!r} cannot be described"):
+            if not collection.count():
+                metadata = {**(collection.metadata or {}), **fields}
+                client.delete_collection(name)
+                return client.create_collection(name, metadata=metadata, embedding_function=None)
+            known = dict(collection.metadata or {})
+            known.pop("hnsw:space", None)  # Chroma takes it at creation alone
+            collection.modify(metadata={**known, **fields})
+            return collection
+
     def check(self, names: Sequence[str]) -> None:
         """Query each of these collections once, in a process of its own.
 
@@ -211,7 +227,10 @@ def _address(server: str) -> tuple[str, int, bool]:
         has_more = parts.path.strip("/") or parts.query or parts.fragment or parts.username
         if parts.scheme in ("http", "https") and parts.hostname and parts.port and not has_more:
             return parts.hostname, parts.port, parts.scheme == "https"
-    raise InvalidOption(f"Chroma server {server!r}; give http://HOST:PORT, or https://HOST:PORT")
+    raise InvalidOption(
+        f"Chroma server {server!r}; give http://HOST:PORT, https://HOST:PORT, or a folder that "
+        "exists"
+    )
 
 
 def check_name(name: str) -> None:

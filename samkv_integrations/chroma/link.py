@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors
+from samkv_integrations.chroma.embedding import Embedding, HashingEmbedding, fused
 from samkv_integrations.chroma.records import (
+    PAGE_SIZE,
     IngestResult,
     Metadata,
     Ownership,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 _SAMPLE = 16
 """Records of which `ChromaLink.adopt` checks whether they have caches."""
 
+DEPTH = 100
+"""Records of each ranking, of words and of vectors, that `ChromaLink.search` fuses."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +62,8 @@ class ChromaLink:
     Args:
         collection: a Chroma collection, see `open_collection` and `connect_collection`.
         engine: caches the chunks.
+        embedding: the records' own, by which `search` finds them too, see `Embeddings`; None to
+            find them by words alone.
 
     Raises:
         InvalidOption: ``collection`` is not of a synchronous client; or the store of ``engine``
@@ -65,9 +72,11 @@ class ChromaLink:
         StoreError: the note that names the caches' database is damaged.
     """
 
-    def __init__(self, collection: Collection, engine: Engine) -> None:
+    def __init__(
+        self, collection: Collection, engine: Engine, embedding: Embedding | None = None
+    ) -> None:
         self._records = Records(collection)
-        self.engine = engine
+        self.engine, self.embedding = engine, embedding
         if self._records.folder is not None and engine.store.path is not None:
             folder, caches = Path(self._records.folder).resolve(), engine.store.path.resolve()
             if caches.is_relative_to(folder):
@@ -120,6 +129,32 @@ class ChromaLink:
         with progress_bar(found.chunks, is_shown=progress) as bar:
             adding.write(found, on_written=bar.update)
         return adding.finish()
+
+    def vectors(
+        self, ids: Sequence[str], texts: Sequence[str], *, progress: bool = False
+    ) -> list[list[float]]:
+        """The embeddings of records for `add`; hashed words if the link has no embedding.
+
+        A record that already has this text keeps its vector.
+
+        progress: whether to show a progress bar on standard error.
+
+        Raises what the embedding does, InvalidOption if Chroma cannot be read.
+        """
+        if self.embedding is None:
+            return HashingEmbedding().embed(texts)
+        wanted = dict(zip(ids, texts, strict=True))
+        found = dict[str, list[float]]()  # text -> vector
+        for page in self._records.pages([*wanted], ["documents", "embeddings"]):
+            rows = zip(page["ids"], page["documents"] or (), page["embeddings"], strict=True)  # type: ignore[arg-type]
+            found |= {text: [*map(float, row)] for id_, text, row in rows if text == wanted[id_]}
+        missing = [text for text in dict.fromkeys(texts) if text not in found]
+        with tqdm(total=len(missing), desc="embedding", disable=not progress, leave=False) as bar:
+            for start in range(0, len(missing), PAGE_SIZE):
+                part = missing[start : start + PAGE_SIZE]
+                found |= zip(part, self.embedding.embed(part), strict=True)
+                bar.update(len(part))
+        return [found[text] for text in texts]
 
     def check(
         self,
@@ -374,38 +409,56 @@ class ChromaLink:
     # -- questions --------------------------------------------------------------------------
 
     def search(self, question: str, k: int) -> list[Retrieved]:
-        """The ``k`` records that match the words of a question best by BM25, the best first.
+        """The ``k`` records that fit a question best, the best first.
 
-        There are fewer if fewer share a word with it, and the first ones if none does.
-        ``distance`` is SQLite's BM25, which is less for better ones.
+        By words: those that share words with it, by BM25. There are fewer if fewer share a word,
+        and the first records if none does. ``distance`` is SQLite's BM25, which is less for better
+        ones.
+
+        With an embedding also by vectors: the best `DEPTH` of both are `fused`, and ``distance``
+        is minus their score.
 
         Raises:
             EmptyInput: the collection is empty.
-            InvalidOption: ``k`` is not positive, or Chroma cannot be read.
+            InvalidOption: ``k`` is not positive, Chroma cannot be read, or the question's vector
+                has another dimension than the records'.
             StoreError: the index of words cannot be used.
+            EmbeddingFailed, MissingExtra, ModelNotFound: from the embedding.
         """
         _check_count(k)
         n_records, same = self._require_records(), list[str]()
         if self._words.count() != n_records:
             self._words.rebuild(n_records)
+        near, most = list[str](), k
+        if self.embedding is not None:
+            most = max(k, DEPTH)
+            nearest = self._nearest(self.embedding.embed_question(question), most)
+            near = [id_ for id_, text, *_ in nearest if text]
         for _ in range(2):
-            if not (found := self._words.search(question, k)):  # no record has a text
+            matched = self._words.search(question, most)
+            scores = {id_: score for id_, (_, score) in matched.items()}
+            if near:  # then the first records, whose score is 0, are no help
+                ranked = fused([id_ for id_, score in scores.items() if score], near)
+                scores = {id_: -score for id_, score in ranked.items()}
+            found = [*scores][:k]
+            if not found:  # no record has a text
                 break
             page = self._records.read(
-                self.collection, ids=[*found], include=["documents", "metadatas"]
+                self.collection, ids=found, include=["documents", "metadatas"]
             )
             parts = page["ids"], page["documents"] or (), page["metadatas"] or ()
-            rows = {id_: (text, row) for id_, text, row in zip(*parts, strict=True)}
-            same = [id_ for id_, (text, _) in found.items() if rows.get(id_, ("",))[0] == text]
+            rows = {id_: (text, row) for id_, text, row in zip(*parts, strict=True) if text}
+            # a text that the index of words does not know was found by its vector
+            same = [id_ for id_ in found if id_ in rows and _is_same(matched, id_, rows[id_][0])]
             if len(same) == len(found):
                 break
             self._words.rebuild()  # another client has changed records
         return [
             Retrieved(
                 id=id_,
-                text=found[id_][0],
+                text=rows[id_][0],
                 metadata=dict(rows[id_][1] or {}),
-                distance=found[id_][1],
+                distance=scores[id_],
             )
             for id_ in same
         ]
@@ -432,16 +485,7 @@ class ChromaLink:
         name = self.collection.name
         _check_count(k)
         self._require_records()
-        with chroma_errors(f"collection {name!r} refused the query"):
-            found = self.collection.query(
-                query_embeddings=[embedding],
-                n_results=k,
-                include=["documents", "metadatas", "distances"],
-            )
-        documents, metadatas = found["documents"], found["metadatas"]
-        distances = found["distances"]
-        assert documents and metadatas and distances  # they were asked for
-        rows = list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
+        rows = self._nearest(embedding, k)
         if without_text := [id_ for id_, text, *_ in rows if text is None]:
             # Each process has an index of its own; all processes share the records.
             _log.warning(
@@ -453,6 +497,26 @@ class ChromaLink:
             for id_, text, metadata, distance in rows
             if text is not None
         ]
+
+    def _nearest(
+        self, embedding: Sequence[float], k: int
+    ) -> list[tuple[str, str | None, Metadata | None, float]]:
+        """Id, text, metadata and distance of the records nearest to ``embedding``."""
+        with chroma_errors(f"collection {self.collection.name!r} refused the query"):
+            found = self.collection.query(
+                query_embeddings=[embedding],
+                n_results=k,
+                include=["documents", "metadatas", "distances"],
+            )
+        documents, metadatas = found["documents"], found["metadatas"]
+        distances = found["distances"]
+        assert documents and metadatas and distances  # they were asked for
+        return list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
+
+
+def _is_same(matched: Mapping[str, tuple[str, float]], id_: str, text: str) -> bool:
+    """Whether the index of words has this text for the record, or did not find the record."""
+    return id_ not in matched or matched[id_][0] == text
 
 
 @dataclass(frozen=True, kw_only=True)

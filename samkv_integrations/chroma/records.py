@@ -64,7 +64,11 @@ class SyncResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieved:
-    """A record that a query found. ``text`` is exactly what was added."""
+    """A record that a query found. ``text`` is exactly what was added.
+
+    distance: less for better ones. Of `ChromaLink.query` it is Chroma's; of `ChromaLink.search`
+    SQLite's BM25 or, with an embedding, minus the score of `fused`.
+    """
 
     id: str
     text: str

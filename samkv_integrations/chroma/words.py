@@ -9,7 +9,9 @@ import shutil
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from unicodedata import category
 
 from samkv_integrations.chroma.records import Records
 from samkv_integrations.errors import StoreError
@@ -22,19 +24,33 @@ MOST_WORDS = 64
 """Most words of a question that are looked up, the first ones: each takes time."""
 
 _SCHEMA = """
-CREATE TABLE records(number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, text TEXT NOT NULL);
+CREATE TABLE records(
+  number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, text TEXT NOT NULL, spaced TEXT
+);
+CREATE VIEW indexed AS SELECT number, coalesce(spaced, text) AS text FROM records;
 CREATE VIRTUAL TABLE words USING fts5(
-  text, content=records, content_rowid=number, tokenize='porter unicode61'
+  text, content=indexed, content_rowid=number,
+  tokenize="porter unicode61 categories 'L* M* N* Co'"
 );
 CREATE TRIGGER put AFTER INSERT ON records BEGIN
-  INSERT INTO words(rowid, text) VALUES (new.number, new.text);
+  INSERT INTO words(rowid, text) VALUES (new.number, coalesce(new.spaced, new.text));
 END;
 CREATE TRIGGER gone AFTER DELETE ON records BEGIN
-  INSERT INTO words(words, rowid, text) VALUES ('delete', old.number, old.text);
+  INSERT INTO words(words, rowid, text)
+  VALUES ('delete', old.number, coalesce(old.spaced, old.text));
 END;
 """
 
-_WORD = re.compile(r"\w+")
+_UNSPACED = re.compile(
+    "["
+    "\u0e00-\u0eff"  # Thai, Lao
+    "\u1000-\u109f\u1780-\u17ff"  # Myanmar, Khmer
+    "\u1100-\u11ff\uac00-\ud7ff"  # Hangul, whose words take endings
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f"  # kana
+    "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
+    "]+"
+)
+"""Runs in scripts that are written without spaces between words."""
 
 _STOP_WORDS = frozenset(
     "a about after all also an and any are as at be because been before being between both but by "
@@ -167,8 +183,10 @@ def remove_others(caches: Path, namespace: str, collections: Iterable[str]) -> N
 
 def _insert(connection: sqlite3.Connection, rows: Iterable[tuple[str, str | None]]) -> None:
     """Add rows of id and text."""
+    texts = [(id_, text or "") for id_, text in rows]
     connection.executemany(
-        "INSERT INTO records(id, text) VALUES (?, ?)", [(id_, text or "") for id_, text in rows]
+        "INSERT INTO records(id, text, spaced) VALUES (?, ?, ?)",
+        [(id_, text, spaced if (spaced := _spaced(text)) != text else None) for id_, text in texts],
     )
 
 
@@ -176,8 +194,19 @@ def _delete(connection: sqlite3.Connection, ids: Iterable[str]) -> None:
     connection.executemany("DELETE FROM records WHERE id = ?", [(id_,) for id_ in ids])
 
 
+def _spaced(text: str) -> str:
+    """The text with each run without spaces as overlapping pairs of letters, its words unknown."""
+
+    def pairs(run: re.Match[str]) -> str:
+        letters = run[0]
+        return f" {' '.join(map(''.join, pairwise(letters))) or letters} "
+
+    return _UNSPACED.sub(pairs, text)
+
+
 def _words_of(question: str) -> list[str]:
     """Its distinct words without stop words, in order."""
-    words = [word.lower() for word in _WORD.findall(question)]
+    letters = (c if c.isalnum() or c == "_" or category(c)[0] == "M" else " " for c in question)
+    words = _spaced("".join(letters)).lower().split()
     rare = [word for word in words if word not in _STOP_WORDS]
     return list(dict.fromkeys(rare or words))[:MOST_WORDS]

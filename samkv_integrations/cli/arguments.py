@@ -32,8 +32,8 @@ further = partial(typer.Option, rich_help_panel=FURTHER)
 """An option in that panel."""
 
 _PARAMETERS = {
-    "budget_ratio": "eviction_budget", "device_map": "device", "kv_dir": "folder",
-    "kv_remote": "remote", "model_name": "model",
+    "budget_ratio": "eviction_budget", "device_map": "device", "kv_remote": "remote",
+    "model_name": "model",
 }  # fmt: skip
 """Option of the library -> parameter of a command, if that has another name."""
 
@@ -173,6 +173,14 @@ class OfRuntime:
 Folder = Annotated[
     Path,
     typer.Option("--dir", resolve_path=True, help="Folder of the collections and chunk caches."),
+]
+CacheFolder = Annotated[
+    Path | None,
+    further(
+        "--kv-dir",
+        resolve_path=True,
+        help="Folder of the chunk caches, such as a program's kv_dir. Default: kv in --dir.",
+    ),
 ]
 Collection = Annotated[str, typer.Option(help="Name of the Chroma collection.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]

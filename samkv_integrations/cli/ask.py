@@ -12,7 +12,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import Row, percent, visible
-from samkv_integrations.cli.loading import Answering, Asking, Index, words
+from samkv_integrations.cli.loading import Answering, Asking, Embedded, Index, words
 from samkv_integrations.errors import Given, InvalidOption
 from samkv_integrations.option import check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
@@ -31,7 +31,7 @@ TIMES = ("ttft", "answer")
 
 def ask(
     index: Index, options: EngineOptions, asking: Asking, answering: Answering,
-    of_answers: AnswerOptions,
+    of_answers: AnswerOptions, embedded: Embedded,
     compare: Annotated[str, typer.Option(help="Methods to compare: NAME,NAME,...")] = "",
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
@@ -48,7 +48,7 @@ def ask(
     index.require_folder()
     methods, rule = answering.methods(words(compare)), answering.rule
     collection = index.collection(asking.collection)  # raises if there is no database
-    (link,) = index.links([collection], **options)
+    (link,) = index.links([collection], embedded.embeddings, **options)
     engine, most = link.engine, asking.max_new_tokens
     texts, sources, prompt = retrieved(link, asking.question, asking.top_k, asking.chat)
     is_compared = len(methods) > 1
@@ -104,6 +104,7 @@ def retrieved(
 
 def inspect(
     index: Index, options: EngineOptions, asking: Asking, answering: Answering,
+    embedded: Embedded,
     html: Annotated[Path | None, typer.Option(help="Also write a web page to this file.")] = None,
     layer: Annotated[
         int | None, typer.Option(help="Show the tokens of this layer. Default: of any layer.")
@@ -120,7 +121,7 @@ def inspect(
 
     from samkv_integrations.lab.inspection import inspect as inspect_answer
 
-    (link,) = index.links([collection], **options)
+    (link,) = index.links([collection], embedded.embeddings, **options)
     texts, sources, prompt = retrieved(link, question, asking.top_k, asking.chat)
     names = {text.strip(): Path(one).name for text, one in zip(texts, sources, strict=True)}
     seen = inspect_answer(

@@ -26,6 +26,7 @@ def doctor(
     of_runtime: args.OfRuntime, model: args.ModelName = "builtin", device: args.Device = "auto",
     dtype: args.Dtype = "auto",
     folder: Annotated[Path | None, typer.Option("--dir", resolve_path=True, help=_KEPT)] = None,
+    kv_dir: args.CacheFolder = None,
     as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Check that a model is computed exactly, and measure what suits it. Exit code 1 if it is not.
@@ -44,7 +45,8 @@ def doctor(
     examine, verdict = _checks_of(runtime_for(model, of_runtime.runtime).name)
     # costs are kept by number of threads
     loaded = load_runtime(model, device=device, dtype=dtype, **of_runtime.of_runtime(model))
-    store = None if folder is None else ChunkStore(folder / "kv")
+    kv = kv_dir or (folder and folder / "kv")
+    store = None if kv is None else ChunkStore(kv)
     checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
     failed = [check.name for check in checks if not check.ok]
     words = [(check.name, "ok" if check.ok else "failed", check.detail) for check in checks]

@@ -17,7 +17,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
-from samkv_integrations.cli.loading import Collections, Index, Ingested, remember
+from samkv_integrations.cli.loading import Collections, Embedded, Index, Ingested, remember
 from samkv_integrations.errors import EmptyInput, Given, InvalidOption
 from samkv_integrations.ingest.documents import CODE
 from samkv_integrations.ingest.finding import Found, find_documents
@@ -25,6 +25,7 @@ from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import StoreOptions
 
 if TYPE_CHECKING:
+    from samkv_integrations.chroma.embedding import LearnedEmbedding
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.chroma.records import IngestResult
     from samkv_integrations.engine import Engine
@@ -143,7 +144,7 @@ class Reading:
 
 
 def ingest(
-    paths: Paths, index: Index, ray: OnRay, reading: Reading,
+    paths: Paths, index: Index, ray: OnRay, reading: Reading, embedded: Embedded,
     collection: args.Collection = "documents",
     chunk_size: Annotated[int, typer.Option(help="Most tokens of a chunk.", min=1)] = 512,
     overlap: Annotated[int, args.further(help=_OVERLAP)] = 0,
@@ -172,6 +173,7 @@ def ingest(
     is_new = True
     with suppress(InvalidOption):  # without a database
         is_new = collection not in index.database.names()
+    embedding = embedded.embeddings.to_ingest(index.database, collection)
     before = index.as_ingested([(index.namespace, collection)], may_be_new=is_new)
     source = index.source(before, max_bytes)
     # where workers compute, this process only reads texts
@@ -180,7 +182,7 @@ def ingest(
         raise InvalidOption(
             f"--chunk-size {chunk_size}; {before.model} has room for {most} at most"
         )
-    target = _Target(index, collection, engine, before, is_new=is_new)
+    target = _Target(index, collection, engine, before, embedding, is_new=is_new)
     chunks = ChunkReader(
         found.files, engine.model, chunk_size, overlap=overlap, limits=limits,
         encoding=reading.encoding,
@@ -207,46 +209,48 @@ class _Target:
     """The collection that documents are added to, and the settings that are remembered for it."""
 
     def __init__(
-        self, index: Index, name: str, engine: Engine, given: Ingested, *, is_new: bool
-    ) -> None:
+        self, index: Index, name: str, engine: Engine, given: Ingested,
+        embedding: LearnedEmbedding | None, *, is_new: bool,
+    ) -> None:  # fmt: skip
         """Opens the collection, unless it is new: then `link` makes it, when there is a text.
 
         given: the settings of this ingest.
         """
         from samkv_integrations.chroma.embedding import HashingEmbedding
-        from samkv_integrations.chroma.link import ChromaLink
         from samkv_integrations.chroma.records import Records
         from samkv_integrations.runtimes import runtime_for
 
-        self._index, self.name, self.engine = index, name, engine
+        self._index, self.name, self.engine, self.embedding = index, name, engine, embedding
         kind = runtime_for(given.model, given.runtime)
         dtype = engine.model.dtype_name if "dtype" in kind.options else "auto"
         self.settings = Ingested(
             model=given.model, runtime=kind.name, dtype=dtype, store_bits=engine.store_bits
         )
         self.former: Ingested | None = None
-        self._is_remembered = False
-        self.embed = HashingEmbedding().embed
-        self._link = None
+        self._is_new, self._is_remembered = is_new, False
+        self._link: ChromaLink | None = None
         if not is_new:
-            self._link = ChromaLink(index.database.collection(name), engine)
-            Records(self._link.collection).check_sizes(self.embed([""]))
+            opened = self.link().collection
+            if embedding is None:  # another one has been tried
+                Records(opened).check_sizes(HashingEmbedding().embed([""]))
 
     def link(self) -> ChromaLink:
         """The collection, which is made if it is new."""
+        from samkv_integrations.chroma.embedding import open_remembering
         from samkv_integrations.chroma.link import ChromaLink
 
         if self._link is None:
-            opened = self._index.database.collection(self.name, create=True)
-            self._link = ChromaLink(opened, self.engine)
-            self.remember()  # so that other commands know the model if this one is killed
+            opened = open_remembering(self._index.database, self.name, self.embedding)
+            self._link = ChromaLink(opened, self.engine, self.embedding)
+            if self._is_new:  # so that other commands know the model if this one is killed
+                self.remember()
         return self._link
 
     def remember(self) -> None:
         """Remember the settings, once something was written with them."""
         if not self._is_remembered:
             place = self._index.namespace, self.name
-            self.former = remember(self._index.folder, self.engine.store, place, self.settings)
+            self.former = remember(self._index.kv, self.engine.store, place, self.settings)
             self._is_remembered = True
 
     def delete_outdated(self, n_chunks: Mapping[str, int]) -> None:
@@ -282,8 +286,10 @@ def _add_while_reading(
         closing(chunks.pages()) as pages,
     ):
         for page in pages:
-            adding = adding or Adding(target.link())
-            found = adding.check(page.ids, page.texts, target.embed(page.texts), page.rows)
+            link = target.link()
+            adding = adding or Adding(link)
+            vectors = link.vectors(page.ids, page.texts)
+            found = adding.check(page.ids, page.texts, vectors, page.rows)
             bar.begin(page, found.chunks)
             adding.write(found, on_written=bar.update)
             bar.end(page)
@@ -301,11 +307,12 @@ def _add_by_workers(
     read = chunks.all()
     if not read.ids:
         return None, []
+    link, progress = target.link(), shows_bar and sys.stderr.isatty()
+    vectors = link.vectors(read.ids, read.texts, progress=progress)
     with redirect_stdout(sys.stderr):  # Ray prints the output of a worker that ends
         done = add_on_ray(
-            target.link(), source, read.ids, read.texts, target.embed(read.texts), read.rows,
-            pool=pool, progress=shows_bar and sys.stderr.isatty(),
-        )  # fmt: skip
+            link, source, read.ids, read.texts, vectors, read.rows, pool=pool, progress=progress
+        )
     target.remember()
     return done, [{"id": read.ids[at], "why": why} for at, why in done.failed.items()]
 
@@ -356,6 +363,8 @@ def _report(
         f"{formatting.seconds(done.seconds)} for caches and records; "
         f"{formatting.size(done.bytes_on_disk)} added",
     ]
+    if target.embedding is not None:
+        lines.append(f"found by words, and by vectors of {target.embedding.name}")
     if done.n_released:
         lines.append(f"{count(done.n_released, 'replaced cache')} deleted")
     if done.n_evicted:

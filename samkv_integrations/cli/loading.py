@@ -19,6 +19,7 @@ from samkv_integrations.options import DEFAULT_METHOD, EngineOptions, ModelOptio
 
 if TYPE_CHECKING:
     from samkv_integrations.chroma.client import Database
+    from samkv_integrations.chroma.embedding import Embeddings
     from samkv_integrations.chroma.link import ChromaLink
     from samkv_integrations.engine import Engine
     from samkv_integrations.frameworks.engine_args import ModelSource
@@ -162,10 +163,54 @@ class Ingested:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caches:
-    """The options that say where chunk caches are."""
+class Embedded:
+    """The options that say by which vectors chunks are found, beside their words."""
+
+    embedding: Annotated[
+        str | None,
+        args.further(
+            help="Find chunks by vectors too: chroma, a sentence-transformers id or folder, or the "
+            "endpoint's model. Default: as ingested, else words alone."
+        ),
+    ] = None
+    embedding_url: Annotated[
+        str | None,
+        args.further(
+            metavar="URL",
+            help="OpenAI-compatible endpoint of --embedding, such as Ollama's: "
+            "http://HOST:PORT/v1. Default: as ingested.",
+        ),
+    ] = None
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embeddings of collections. Raises for a wrong URL or folder."""
+        from samkv_integrations.chroma.embedding import Embeddings
+
+        return Embeddings(self.embedding, self.embedding_url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFolder:
+    """The options that name the folder of chunk caches. kv_dir: None for ``kv`` in ``folder``."""
 
     folder: args.Folder = Path(".samkv")
+    kv_dir: args.CacheFolder = None
+
+    @property
+    def kv(self) -> Path:
+        """The folder of the chunk caches."""
+        return self.kv_dir or self.folder / "kv"
+
+    def store(self) -> ChunkStore:
+        """The store, for all namespaces. Raises InvalidOption if it does not exist."""
+        return Caches(folder=self.folder, kv_dir=self.kv_dir).store()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches(CacheFolder):
+    """The options that say where chunk caches are, and in which namespace."""
+
     namespace: Annotated[
         str,
         args.further(
@@ -180,19 +225,21 @@ class Caches:
     ] = None
 
     def store(self, *, is_new: bool = True) -> ChunkStore:
-        """The store of ``samkv ingest --dir``.
+        """The store of the namespace.
 
         is_new: whether to create it if there is a remote tier.
 
         Raises InvalidOption if it does not exist.
         """
-        path = self.folder / "kv"
-        if not path.is_dir() and not (self.remote and is_new):
-            raise InvalidOption(f"{path} does not exist; give the --dir that 'samkv ingest' used")
+        if not self.kv.is_dir() and not (self.remote and is_new):
+            raise InvalidOption(
+                f"{self.kv} does not exist; give the --dir that 'samkv ingest' used, or the kv_dir "
+                "of a program as --kv-dir"
+            )
 
         from samkv_integrations.store.disk import ChunkStore
 
-        return ChunkStore(path, namespace=self.namespace, remote=self.remote)
+        return ChunkStore(self.kv, namespace=self.namespace, remote=self.remote)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +249,10 @@ class Collections(Caches):
     chroma: Annotated[
         str | None,
         args.further(
-            "--chroma", metavar="URL", help="Chroma server with the records, http://HOST:PORT."
+            "--chroma",
+            metavar="URL|FOLDER",
+            help="Chroma server with the records, http://HOST:PORT, or an existing folder of "
+            "Chroma. Default: chroma in --dir.",
         ),
     ] = None
 
@@ -211,6 +261,8 @@ class Collections(Caches):
         """The Chroma database. Raises InvalidOption if it cannot be opened."""
         from samkv_integrations.chroma.client import Database
 
+        if self.chroma is not None and Path(self.chroma).is_dir():
+            return Database(Path(self.chroma).resolve())
         return Database(self.folder / "chroma", self.chroma)
 
     def require_folder(self) -> None:
@@ -237,7 +289,7 @@ class Collections(Caches):
         from samkv_integrations.chroma.records import Records
         from samkv_integrations.store.index import EVICTED, LOST, PRESENT
 
-        if not (self.folder / "kv").is_dir():
+        if not self.kv.is_dir():
             return
         places = replace(self, remote=None).store().index.places(None, PRESENT, EVICTED, LOST)
         own = {key for _, key, space in places if space == self.namespace}
@@ -288,7 +340,7 @@ class Index(Collections, args.OfRuntime):
 
         Raises InvalidOption if no model is given, and there was no ingest or one with several.
         """
-        known, model = _remembered(self.folder / "kv"), _absolute(self.model)
+        known, model = _remembered(self.kv), _absolute(self.model)
         keys = map(_key, places)
         found = [known[key] for key in keys if key in known] or [*known.values()]
         models = dict.fromkeys(one.model for one in found)
@@ -299,7 +351,7 @@ class Index(Collections, args.OfRuntime):
             )
         if model is None and places and not models and not may_be_new:
             raise InvalidOption(
-                f"{self.folder / 'kv'} does not tell which model has cached the documents; give it "
+                f"{self.kv} does not tell which model has cached the documents; give it "
                 "with --model, or the --dir that 'samkv ingest' used"
             )
         same = [one for one in found if model in (None, one.model)]
@@ -324,7 +376,7 @@ class Index(Collections, args.OfRuntime):
         own: Any = options  # options with a flag are fields of a source
         return ModelSource(
             model_name=given.model, device_map=self.device, dtype=given.dtype,
-            kv_dir=self.folder / "kv", kv_remote=self.remote, namespace=self.namespace,
+            kv_dir=self.kv, kv_remote=self.remote, namespace=self.namespace,
             max_bytes=max_bytes, store_bits=given.store_bits, **own,
             **self.of_runtime(given.model) | {"runtime": given.runtime},
         )  # fmt: skip
@@ -335,8 +387,15 @@ class Index(Collections, args.OfRuntime):
 
         return engine_of(self.source(given, **options))
 
-    def links(self, names: Sequence[str], **options: Unpack[EngineOptions]) -> list[ChromaLink]:
+    def links(
+        self,
+        names: Sequence[str],
+        embeddings: Embeddings | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
+
+        embeddings: by which questions find chunks, besides words.
 
         Raises InvalidOption if a collection does not exist or belongs to another namespace, or if
         its caches are another model's.
@@ -347,21 +406,22 @@ class Index(Collections, args.OfRuntime):
         database = self.database
         opened = [database.collection(name) for name in names]
         self.require_own_records(database, names)
+        vectors = [embeddings.of(one) if embeddings else None for one in opened]
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
         require(engine.store, engine.fingerprint)
-        return [ChromaLink(one, engine) for one in opened]
+        return [ChromaLink(one, engine, by) for one, by in zip(opened, vectors, strict=True)]
 
 
 _NOTE = "ingested"
 
 
 def remember(
-    folder: Path, store: IndexedStore, place: tuple[str, str], ingested: Ingested
+    kv: Path, store: IndexedStore, place: tuple[str, str], ingested: Ingested
 ) -> Ingested | None:
     """Keep the settings of a collection's ingest beside the caches; returns the former ones."""
-    before = _remembered(folder / "kv")
+    before = _remembered(kv)
     known = before | {_key(place): ingested}
     store.put_note(_NOTE, json.dumps({key: asdict(one) for key, one in known.items()}))
     return before.get(_key(place))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.loading import Answering, Index
+from samkv_integrations.cli.loading import Answering, Embedded, Index
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
@@ -58,6 +58,10 @@ class Serving:
         list[str] | None,
         typer.Option(hidden=True, help="Origin of web pages that may use it; repeat for more."),
     ] = None
+    lenient: Annotated[
+        bool,
+        typer.Option("--lenient", hidden=True, help="Ignore fields that it does not know."),
+    ] = False
     timeout: Annotated[float | None, args.flag(AnswerOptions, "timeout")] = None
     grace: Annotated[
         int, typer.Option(min=0, hidden=True, help="Seconds for running answers at shutdown.")
@@ -84,7 +88,10 @@ class Serving:
             ) from error
 
 
-def serve(index: Index, options: EngineOptions, serving: Serving, answering: Answering) -> None:
+def serve(
+    index: Index, options: EngineOptions, serving: Serving, answering: Answering,
+    embedded: Embedded,
+) -> None:  # fmt: skip
     """Serve OpenAI's API: chat completions, completions, and questions about collections.
 
     Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
@@ -123,9 +130,11 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it out"
         )
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
-    database = index.database
+    database, embeddings = index.database, embedded.embeddings
     for _, wanted in asked:
-        database.collection(wanted)
+        embedding = embeddings.of(database.collection(wanted))
+        if embedding is not None:
+            embedding.embed_question("a question")  # loads it, and fails now if it must
     ingested = index.as_ingested(asked)
     model = ingested.model
     of_engines: EngineOptions = {
@@ -136,7 +145,7 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
         model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
         most_tokens=serving.max_tokens, timeout_s=serving.timeout,
         logs_prompts=serving.log_prompts, max_body_bytes=max_body,
-        cors_origins=serving.cors_origin or (),
+        cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
     )  # fmt: skip
 
     def say(at: str) -> None:
@@ -159,7 +168,9 @@ def serve(index: Index, options: EngineOptions, serving: Serving, answering: Ans
             Scheduler(loaded, limits, turns=FairTurns),
             index.folder,
             index.remote,
+            kv_dir=index.kv,
             database=database,
+            embeddings=embeddings,
             **of_engines,
         )
         for tenant in keys.tenants:  # an unusable folder must end the command now

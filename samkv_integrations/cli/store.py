@@ -11,7 +11,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import Row, count, size
-from samkv_integrations.cli.loading import Caches, Index
+from samkv_integrations.cli.loading import CacheFolder, Caches, Index
 from samkv_integrations.errors import EmptyInput
 from samkv_integrations.option import bytes_of
 
@@ -65,9 +65,9 @@ class Forgotten:
     ] = None
 
 
-def stats(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
+def stats(where: CacheFolder, as_json: args.Json = False) -> None:
     """Show the size and the use of the chunk caches, by model and namespace."""
-    store = Caches(folder=folder).store()
+    store = where.store()
     found = store.stats(everyone=True)
     rows = [{**asdict(row), "hit_rate": row.hit_rate} for row in found.rows]
     shown = [{**row, "prefix": _prefix(row["prefix"])} for row in rows]
@@ -122,20 +122,20 @@ def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None
     tables.report("store forget", None, [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 
-def gc(folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
+def gc(where: CacheFolder, as_json: args.Json = False) -> None:
     """Delete unusable files of all namespaces: unfinished ones, damaged ones, texts without cache.
 
     'samkv store sync' deletes the caches of deleted records.
     """
     from samkv_integrations.store.upkeep import gc as collect_garbage
 
-    done = collect_garbage(Caches(folder=folder).store())
+    done = collect_garbage(where.store())
     flat = asdict(done.recovered) | {n: v for n, v in vars(done).items() if n != "recovered"}
     tables.report("store gc", None, [asdict(done)], tables.rows_table([flat]), as_json=as_json)
 
 
 def verify(
-    folder: args.Folder = Path(".samkv"),
+    where: CacheFolder,
     repair: Annotated[bool, typer.Option("--repair", help="Delete damaged caches.")] = False,
     as_json: args.Json = False,
 ) -> None:
@@ -145,7 +145,7 @@ def verify(
     """
     from samkv_integrations.store.upkeep import verify as verify_caches
 
-    found = verify_caches(Caches(folder=folder).store(), repair=repair, progress=True)
+    found = verify_caches(where.store(), repair=repair, progress=True)
     n_damaged = len(found.damaged)
     row = {"n_chunks": found.n_chunks, "n_bytes": found.n_bytes, "n_damaged": n_damaged,
            "n_repaired": found.n_repaired}  # fmt: skip
@@ -165,14 +165,14 @@ def verify(
         raise typer.Exit(DAMAGE_LEFT)
 
 
-def budget(limit: Limit, folder: args.Folder = Path(".samkv"), as_json: args.Json = False) -> None:
+def budget(limit: Limit, where: CacheFolder, as_json: args.Json = False) -> None:
     """Show or set the most bytes of caches on disk, for every process.
 
     The least recently used caches are evicted, and computed again when a prompt needs them.
     """
     is_none = limit.max_bytes in (None, NO_LIMIT)
     n_bytes = None if is_none else bytes_of("max_bytes", str(limit.max_bytes))
-    store = Caches(folder=folder).store()
+    store = where.store()
     n_before = store.stats(everyone=True).n_chunks
     if limit.max_bytes is not None:
         most, quota = store.index.budget()

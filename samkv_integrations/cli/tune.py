@@ -12,7 +12,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
 from samkv_integrations.cli.formatting import count, ratio
-from samkv_integrations.cli.loading import Index, Retrieval
+from samkv_integrations.cli.loading import Embedded, Index, Retrieval
 from samkv_integrations.errors import EmptyInput
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def as_arguments(setting: Setting) -> str:
     return ", ".join([*words, f"store_bits={setting.store_bits}"])
 
 
-def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json = False) -> None:
+def tune(
+    index: Index, tuning: Tuning, retrieval: Retrieval, embedded: Embedded,
+    as_json: args.Json = False,
+) -> None:  # fmt: skip
     """Find the fastest setting with as many right answers as full prefill, on your questions."""
     from samkv_integrations.lab.evaluation import is_in_documents, read_questions
     from samkv_integrations.lab.tuning import (
@@ -87,7 +90,8 @@ def tune(index: Index, tuning: Tuning, retrieval: Retrieval, as_json: args.Json 
     random.Random(0).shuffle(asked)
     collection = index.collection(retrieval.collection)
     index.store()  # raises if the store does not exist
-    (link,) = index.links([collection], prefix_bytes=0)  # kept sequences would change the times
+    # kept sequences would change the times
+    (link,) = index.links([collection], embedded.embeddings, prefix_bytes=0)
     engine = link.engine
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
     settings = {

@@ -173,8 +173,9 @@ class ModelText(ABC):
             needs_tools |= message["role"] == "tool" or bool(message.get("tool_calls"))
         if needs_tools and self.tool_template is None:
             raise InvalidOption(
-                f"the chat template of {self.name!r} takes no tools and no calls of tools; leave "
-                "them out of the messages"
+                Given("messages", ...),
+                f": the chat template of {self.name!r} takes no tools and no calls of tools; leave "
+                "them out of the messages",
             )
 
         def render(contents: Any) -> str:  # noqa: ANN401

@@ -29,6 +29,7 @@ from samkv_integrations.errors import SamkvError
 from samkv_integrations.server import ask, chunks, completions
 from samkv_integrations.server.bodies import ErrorBody
 from samkv_integrations.server.failures import Failure
+from samkv_integrations.server.leniency import HEADER
 from samkv_integrations.server.service import Metrics, Service, Settings
 from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 from samkv_integrations.serving.tracing import below_caller
@@ -68,7 +69,7 @@ def create_app(tenancy: Tenancy, keys: ApiKeys, settings: Settings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", HEADER],
         )  # fmt: skip
 
     @app.exception_handler(HTTPException)

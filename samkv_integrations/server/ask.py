@@ -12,7 +12,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from samkv_integrations.engine import Engine
-from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
+from samkv_integrations.errors import (
+    EmbeddingFailed,
+    InvalidOption,
+    MissingExtra,
+    ModelNotFound,
+    StoreError,
+    UnknownOption,
+)
 from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.methods import METHODS
 from samkv_integrations.options import AnswerOptions
@@ -72,7 +79,7 @@ class Question(Samkv):
 
 
 class Source(BaseModel):
-    """A retrieved chunk. source: its document. distance: to the question; None if not finite."""
+    """A retrieved chunk. source: its document. distance: see `Retrieved`; None if not finite."""
 
     id: str
     source: str
@@ -125,6 +132,8 @@ def router(service: Service) -> APIRouter:
             if error.__cause__ is None:
                 raise
             raise StoreError(str(error)) from error  # Chroma's message may name folders
+        except (MissingExtra, ModelNotFound) as error:  # of an embedding
+            raise EmbeddingFailed(str(error)) from error
         except UnknownOption as error:
             raise Failure(
                 404, str(error), code="collection_not_found", param="collection"

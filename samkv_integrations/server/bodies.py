@@ -7,15 +7,16 @@ gets an answer other than it asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
+    TypeAdapter,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -64,13 +65,25 @@ class Body(BaseModel):
         return given
 
 
+def _mistake(field: str, message: str) -> PydanticCustomError:
+    """An error of a whole body, or of a part of one, at one of its fields."""
+    return PydanticCustomError("mistake", "{message}", {"message": message, "field": field})
+
+
 def _listed(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("texts", "it must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 
 def _single(given: object) -> object:
     """The prompt in a list of one."""
-    return given[0] if isinstance(given, list) and len(given) == 1 else given
+    prompt = given[0] if isinstance(given, list) and len(given) == 1 else given
+    if not isinstance(prompt, str):
+        raise PydanticCustomError(
+            "prompt", "it must be one string; token ids and several prompts are not supported"
+        )
+    return prompt
 
 
 def _without_empty(given: dict[str, Any]) -> dict[str, Any]:
@@ -78,36 +91,58 @@ def _without_empty(given: dict[str, Any]) -> dict[str, Any]:
     return {n: value for n, value in given.items() if value or value not in (None, [], {})}
 
 
-def _text_of(content: object) -> object:
-    """The text of a message, one line for each of its parts."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text"):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise PydanticCustomError(
-                "unsupported", "a part of type {kind}; this model reads text only, leave it out",
-                {"kind": ascii(kind)[:80]},  # pydantic cannot write lone surrogates
-            )  # fmt: skip
-        given = _without_empty(part)
-        given.pop("cache_control", None)  # caches need no marks
-        if given.keys() != {"type", "text"} or not isinstance(given["text"], str):
-            raise PydanticCustomError("text_part", "a part of type 'text' needs a string 'text'")
-    return "\n".join(part["text"] for part in content)
-
-
 class TextPart(Body):
-    """A part of a message's content."""
+    """A part of a message's content. cache_control: ignored, because caches need no marks."""
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:  # noqa: ANN401
+        return _without_empty(given) if isinstance(given, dict) else given
+
+
+class _Content(BeforeValidator):
+    """Content of a message as one text, with a line for each of its parts of a kind."""
+
+    def __init__(self, kind: type[TextPart]) -> None:
+        as_list: Any = list[kind]  # type: ignore[valid-type]  # computed types
+        parts = TypeAdapter[list[TextPart]](Annotated[as_list, FailFast()])
+
+        def joined(content: object) -> object:
+            if isinstance(content, list):
+                return "\n".join(part.text for part in parts.validate_python(content))
+            if not isinstance(content, str):
+                raise PydanticCustomError("content", "it must be a string or a list of text parts")
+            return content
+
+        super().__init__(joined, json_schema_input_type=str | as_list)
+
+
+def _arguments(given: object) -> dict[str, Any]:
+    """The arguments of a call, from JSON."""
+    if not isinstance(given, str):
+        raise PydanticCustomError("arguments", "it must be a string, the JSON of an object")
+    if len(given) > MAX_ARGUMENTS:
+        raise PydanticCustomError(
+            "arguments", "it must have at most {most} characters", {"most": MAX_ARGUMENTS}
+        )
+    try:
+        return arguments_of(given)
+    except InvalidOption:
+        raise PydanticCustomError("arguments", "it must be the JSON of an object") from None
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(_arguments, json_schema_input_type=str)]
 
 
 class CalledFunction(Body):
     """The function of a call. arguments: JSON of an object. parsed_arguments: ignored."""
 
     name: str
-    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)]
+    arguments: Arguments
     parsed_arguments: Any = None
 
 
@@ -129,7 +164,7 @@ class Message(Body):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[str, _Content(TextPart)]
     tool_calls: Annotated[list[Call] | None, Field(max_length=MAX_TOOLS)] = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -152,16 +187,14 @@ class Message(Body):
     def _check_tools(self) -> Message:
         for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) and self.role != role:
-                raise PydanticCustomError(
-                    "tools", "{name} must come with role '{role}'", {"name": name, "role": role}
-                )
+                raise _mistake(name, f"it must come with role {role!r}")
         return self
 
     @property
     def turn(self) -> dict[str, Any]:
         """The turn for a chat template."""
         calls = (
-            ToolCall(each.function.name, arguments_of(each.function.arguments), each.id)
+            ToolCall(each.function.name, each.function.arguments, each.id)
             for each in self.tool_calls or ()
         )
         return turn_of(
@@ -238,7 +271,7 @@ class ResponseFormat(Body):
             return {"type": "object"}
         if self.json_schema is None:
             raise InvalidOption(
-                Given("response_format", "json_schema"), " without json_schema; give it"
+                Given("response_format.json_schema", None), ": type 'json_schema' needs it; give it"
             )
         return self.json_schema.schema_
 
@@ -300,8 +333,13 @@ class Asked(SamplingFields, Body):
     @model_validator(mode="after")
     def _check_stream(self) -> Asked:
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options needs stream=true")
+            raise _mistake("stream_options", "it needs stream=true; give both")
         return self
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The fields in which the request gives the options of the engine, and the prompt."""
+        return {name: f"samkv.{name}" for name in AnswerFields.model_fields}
 
     @property
     def most_tokens(self) -> int | None:
@@ -338,8 +376,9 @@ class AskedInChat(Asked):
     @model_validator(mode="after")
     def _check_length(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise PydanticCustomError(
-                "length", "max_tokens and max_completion_tokens are the same option; give one"
+            name = type(self).model_fields["max_completion_tokens"].alias
+            raise _mistake(
+                name or "max_completion_tokens", "it is the same option as max_tokens; give one"
             )
         return self
 
@@ -381,7 +420,7 @@ class ChatRequest(AskedInChat):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
     response_format: ResponseFormat = ResponseFormat()
     logprobs: Literal[False] = False
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] = ["text"]
+    modalities: Annotated[list[Literal["text"]], FailFast()] = ["text"]
     reasoning_effort: Literal["none"] = "none"
     verbosity: Literal["medium"] = "medium"
 
@@ -390,48 +429,106 @@ class ChatRequest(AskedInChat):
         """The form of the answer."""
         return self.response_format
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """The fields in which the request gives the options of the engine, and the prompt."""
+        own = {"messages": "messages", "json_schema": "response_format.json_schema.schema"}
+        return super().paths | own
+
 
 class CompletionRequest(Asked):
     """``POST /v1/completions``. prompt: one text, read without a chat template."""
 
-    prompt: Annotated[str, BeforeValidator(_single)]
+    prompt: Annotated[str, BeforeValidator(_single, json_schema_input_type=str | list[str])]
     best_of: One = 1
     echo: Literal[False] = False
 
-
-def _as_messages(given: object) -> object:
-    """The input as messages in the form of chat completions."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list):
-        return given
-    is_read = [not isinstance(item, dict) or item.get("type") != "reasoning" for item in given]
-    return [_as_message(item) for item in compress(given, is_read)]
+    @property
+    def paths(self) -> dict[str, str]:
+        """The fields in which the request gives the options of the engine, and the prompt."""
+        return super().paths | {"messages": "prompt"}
 
 
-def _as_message(item: Any) -> object:  # noqa: ANN401
-    if not isinstance(item, dict):
-        return item
-    kept = {name: item[name] for name in item.keys() - {"type", "id", "status", "phase"}}
-    match item.get("type"):
-        case "function_call":
-            function = {name: kept.pop(name, None) for name in ("name", "arguments")}
-            kept["tool_calls"] = [{"id": kept.pop("call_id", None), "function": function}]
-            return kept | {"role": "assistant"}
-        case "function_call_output":
-            kept["tool_call_id"], kept["role"] = kept.pop("call_id", None), "tool"
-            kept["content"] = kept.pop("output", None)
-        case other if other not in (None, "message"):
-            return item
-    if isinstance(parts := kept.get("content"), list):
-        kept["content"] = [_as_text_part(part) for part in parts]
-    return kept
+class InputPart(TextPart):
+    """A part of a message's content in ``/v1/responses``. annotations, logprobs: ignored."""
+
+    type: Literal["input_text", "output_text", "text"]  # type: ignore[assignment]
+    annotations: Any = None
+    logprobs: Any = None
 
 
-def _as_text_part(part: Any) -> object:  # noqa: ANN401
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
-        return {n: part[n] for n in part.keys() - {"annotations", "logprobs"}} | {"type": "text"}
-    return part
+class _Item(Body):
+    """An item of the input. id, status, phase: ignored, because clients send them back."""
+
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+
+
+class InputMessage(_Item, Message):
+    """A message in the input of ``/v1/responses``."""
+
+    type: Literal["message"] = "message"
+    content: Annotated[str, _Content(InputPart)]
+
+
+class FunctionCall(_Item):
+    """A call of a tool in the input."""
+
+    type: Literal["function_call"]
+    call_id: str = ""
+    name: str
+    arguments: Arguments
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The turn for a chat template."""
+        call = ToolCall(self.name, self.arguments, self.call_id)
+        return turn_of("assistant", "", calls=[call])
+
+
+class FunctionCallOutput(_Item):
+    """The result of a call in the input."""
+
+    type: Literal["function_call_output"]
+    call_id: str = ""
+    output: Annotated[str, _Content(InputPart)]
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The turn for a chat template."""
+        return turn_of("tool", self.output, call_id=self.call_id)
+
+
+_ITEMS: dict[str, type[Body]] = {
+    "message": InputMessage, "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+}  # fmt: skip
+_NOT_READ = "reasoning"  # an item that clients send back
+
+
+def _item(given: object) -> object:
+    """An item of the input; None for one that is not read."""
+    kind = (given.get("type") or "message") if isinstance(given, dict) else "message"
+    if kind == _NOT_READ:
+        return None
+    if not (isinstance(kind, str) and kind in _ITEMS):
+        known = ", ".join(map(repr, [*_ITEMS, _NOT_READ]))
+        raise _mistake("type", f"it must be one of {known}")
+    return _ITEMS[kind].model_validate(given)
+
+
+Item = InputMessage | FunctionCall | FunctionCallOutput
+
+
+def _as_input(given: object) -> object:
+    if not isinstance(given, str | list):
+        raise PydanticCustomError("input", "it must be a string or a list of items")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _read(items: list[Item | None]) -> list[Item | None]:
+    return [each for each in items if each is not None]
 
 
 class TextForm(SchemaFormat):
@@ -442,9 +539,7 @@ class TextForm(SchemaFormat):
     @model_validator(mode="after")
     def _check_schema(self) -> TextForm:
         if ("schema_" in self.model_fields_set) != (self.type == "json_schema"):
-            raise PydanticCustomError(
-                "schema", "a schema and type 'json_schema' need each other; give both"
-            )
+            raise _mistake("schema", "it and type 'json_schema' need each other; give both")
         return self
 
 
@@ -471,7 +566,11 @@ class ResponseRequest(AskedInChat):
 
     tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] = []
     input: Annotated[
-        Messages, BeforeValidator(_as_messages, json_schema_input_type=str | list[Message])
+        list[Annotated[Item | None, BeforeValidator(_item, json_schema_input_type=Item)]],
+        FailFast(),
+        BeforeValidator(_as_input, json_schema_input_type=str | list[Item]),
+        AfterValidator(_read),
+        Field(min_length=1),
     ]
     instructions: str | None = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, alias="max_output_tokens")] = None
@@ -487,9 +586,8 @@ class ResponseRequest(AskedInChat):
         turns = list[dict[str, Any]]()
         if self.instructions:
             turns.append({"role": "system", "content": self.instructions})
-        for message in self.input:
-            turn = message.turn
-            is_call = bool(message.tool_calls) and not message.content
+        for turn in (item.turn for item in self.input if item is not None):
+            is_call = "tool_calls" in turn and not turn["content"]
             if is_call and turns and turns[-1]["role"] == "assistant":  # one turn has all calls
                 turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
             else:
@@ -500,6 +598,11 @@ class ResponseRequest(AskedInChat):
     def form(self) -> ResponseFormat:
         """The form of the answer."""
         return ResponseFormat(type=self.text.format.type, json_schema=self.text.format)
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The fields in which the request gives the options of the engine, and the prompt."""
+        return super().paths | {"messages": "input", "json_schema": "text.format.schema"}
 
 
 # -- responses ----------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _cache(service: Service, engine: Engine, texts: Sequence[str], owner: str) -
             refs += chunks.refer([text], must_fit=True)
         except (InvalidChunk, InvalidOption) as error:
             failure = service.failure(error)
-            failure.param = f"texts.{place}"
+            failure.param = f"texts[{place}]"
             failure.message = f"{failure.param}: {failure.message}; no text was cached"
             raise failure from error
     found = chunks.look_up(chunks.agree(refs))

@@ -12,6 +12,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from samkv_integrations.errors import SamkvError
 from samkv_integrations.frameworks.local_llm import usage_of
 from samkv_integrations.frameworks.tool_calls import ShownText, ToolCall, ToolUse, with_tools
 from samkv_integrations.options import AnswerOptions
@@ -26,6 +27,7 @@ from samkv_integrations.server.bodies import (
     ResponseRequest,
     with_stream,
 )
+from samkv_integrations.server.leniency import LenientRoute
 from samkv_integrations.server.service import BoundedRoute, Service, Writer
 from samkv_integrations.serving.stream import Answer, AnswerStream, off_loop
 
@@ -38,7 +40,8 @@ last response has the report under `samkv`."""
 
 def router(service: Service) -> APIRouter:
     """The routes of OpenAI's API that answer."""
-    routes = APIRouter(prefix="/v1", tags=["completions"], route_class=BoundedRoute)
+    route = LenientRoute if service.settings.is_lenient else BoundedRoute
+    routes = APIRouter(prefix="/v1", tags=["completions"], route_class=route)
 
     chunked = with_stream(OpenAIAnswer, _CHUNKS)
 
@@ -64,15 +67,18 @@ def router(service: Service) -> APIRouter:
     ) -> Response:  # fmt: skip
         service.require_model(body.model)
         engine = await service.engine(request.state.tenant)
-        options, use = body.options, None
-        if "tools" in options:
-            prompt, use = await off_loop(
-                with_tools, engine.model, prompt, options, owner=request.state.tenant.owner
-            )
-        return await service.respond(
-            request, engine, prompt, cast(AnswerOptions, options), writer(body, use),
-            most_tokens=body.most_tokens, is_streamed=body.stream,
-        )  # fmt: skip
+        try:
+            options, use = body.options, None
+            if "tools" in options:
+                prompt, use = await off_loop(
+                    with_tools, engine.model, prompt, options, owner=request.state.tenant.owner
+                )
+            return await service.respond(
+                request, engine, prompt, cast(AnswerOptions, options), writer(body, use),
+                most_tokens=body.most_tokens, is_streamed=body.stream,
+            )  # fmt: skip
+        except SamkvError as error:
+            raise service.failure(error, body.paths) from error
 
     return routes
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -12,6 +13,8 @@ from starlette.exceptions import HTTPException
 from samkv_integrations.errors import (
     MOST_SHOWN,
     ChunkNotCached,
+    EmbeddingFailed,
+    Given,
     InvalidChunk,
     OutOfMemory,
     Overloaded,
@@ -27,6 +30,10 @@ _STORE = (
     "the server's store of chunk caches failed; the server's log has the cause, under the "
     "x-request-id of this response"
 )
+_EMBEDDING = (
+    "the embedding of the collection failed; the server's log has the cause, under the "
+    "x-request-id of this response"
+)
 _LONGEST, _HEAD, _TAIL = 500, 80, 300
 """Most characters of a message; a longer one loses its middle, such as a long value."""
 _HEADERS = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}
@@ -38,8 +45,19 @@ _KINDS: Sequence[tuple[type[SamkvError], int, str, str | None]] = (
     (OutOfMemory, 503, "server_error", "out_of_memory"),
     (TimedOut, 504, "timeout_error", "timeout"),
     (StoreError, 500, "server_error", "store_error"),
+    (EmbeddingFailed, 502, "server_error", "embedding_failed"),
     (SamkvError, 400, "invalid_request_error", None),
 )
+
+
+NO_PATHS: Mapping[str, str] = {}
+_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # pydantic's errors
+
+
+def path_of(parts: Sequence[object]) -> str:
+    """The path of a field of a body, such as ``messages[2].content[0].type``."""
+    written = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return "".join(written).removeprefix(".")
 
 
 class Failure(HTTPException):
@@ -66,11 +84,19 @@ class Failure(HTTPException):
         self.type, self.code, self.param = type, code, param
 
     @classmethod
-    def of(cls, error: Exception, names: tuple[str, str] | None = None) -> Failure:
-        """The response to an exception. names: the model's own, which may be a path, and clients'.
+    def of(
+        cls,
+        error: Exception,
+        names: tuple[str, str] | None = None,
+        paths: Mapping[str, str] = NO_PATHS,
+    ) -> Failure:
+        """The response to an exception.
 
-        Messages of a `SamkvError` are shown, except the store's. The message of an unexpected
-        exception is not even logged, because it may hold a prompt.
+        names: the model's own, which may be a path, and clients'. paths: the fields of the request
+        that are not named as their options, and under ``messages`` that of the prompt.
+
+        Messages of a `SamkvError` are shown, except the store's and the embedding's. The message of
+        an unexpected exception is not even logged, because it may hold a prompt.
         """
         if isinstance(error, Failure):
             return error
@@ -86,12 +112,20 @@ class Failure(HTTPException):
         status, kind, code = next(
             (status, kind, code) for of, status, kind, code in _KINDS if isinstance(error, of)
         )
-        if isinstance(error, StoreError):
-            return cls(status, _STORE, type=kind, code=code, cause=str(error))
-        message = _TOO_LATE if isinstance(error, TimedOut) else str(error)
+        if isinstance(error, StoreError | EmbeddingFailed):
+            said = _STORE if isinstance(error, StoreError) else _EMBEDDING
+            return cls(status, said, type=kind, code=code, cause=str(error))
+
+        def as_field(given: Given) -> str:
+            return str(Given(paths.get(given.option, given.option), given.value))
+
+        message = _TOO_LATE if isinstance(error, TimedOut) else error.told(as_field)
         if names is not None:
             message = message.replace(repr(names[0]), repr(names[1]))
-        param = error.option if status == 400 else None
+        option = error.option if status == 400 else None
+        param = None if option is None else paths.get(option, option)
+        if isinstance(error, PromptTooLong):
+            param = paths.get("messages")
         return cls(
             status, message, type=kind, code=code or ("invalid_value" if param else None),
             param=param,
@@ -101,27 +135,33 @@ class Failure(HTTPException):
     def of_body(cls, errors: Sequence[Any]) -> Failure:
         """The response to an invalid body. errors: those of pydantic, of which the first counts."""
         error = errors[0]
-        where = [str(part) for part in error["loc"] if part != "body"]
-        param = ".".join(where)[:MOST_SHOWN] or None
+        given, words, context = error.get("input"), error["msg"], error.get("ctx", {})
+        where = list(error["loc"][1:])  # without "body"
+        if (field := context.get("field")) is not None:
+            where.append(field)
+            given = given.get(field) if isinstance(given, dict) else given
+        param = path_of(where)[:MOST_SHOWN] or None
         match error["type"]:
             case "json_invalid":
-                why = error.get("ctx", {}).get("error", error["msg"])
+                why = context.get("error", words)
                 return cls(400, f"the body must be JSON: {why}")
-            case "extra_forbidden" | "too_long" if error.get("ctx", {}).get("max_length", 0) == 0:
+            case "extra_forbidden" | "too_long" if context.get("max_length", 0) == 0:
                 message = f"{param!r} is unknown or not supported here; leave it out"
                 return cls(400, message, param=param, code="unsupported_parameter")
             case "missing":
                 return cls(400, f"{param or 'the body'} is missing; give it", param=param)
             case "too_short" if where:
                 return cls(400, f"{param} is empty; give at least one", param=param)
-        given, words = error.get("input"), error["msg"]
+        if error["type"] in _OBJECT:
+            words = "it must be an object"
         if not where:
             if isinstance(given, bytes):
                 words = "it must be sent as JSON; send the header 'content-type: application/json'"
             return cls(400, f"the body: {words}", code="invalid_value")
-        if error["type"] == "literal_error" and " or " not in (only := error["ctx"]["expected"]):
+        if error["type"] == "literal_error" and " or " not in (only := context["expected"]):
             words = f"only {only} is supported here"
-        value = shown(given) if isinstance(given, str | int | float | bool | None) else "..."
+        is_small = isinstance(given, str | int | float | bool | None)
+        value = shown(given) if is_small else reprlib.repr(given)[:MOST_SHOWN]
         return cls(400, f"{param}={value}: {words}", param=param, code="invalid_value")
 
     @property

@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from samkv_integrations.engine import Engine
 from samkv_integrations.options import AnswerOptions
 from samkv_integrations.prompt.reader import Prompt
-from samkv_integrations.server.failures import Failure
+from samkv_integrations.server.failures import NO_PATHS, Failure
 from samkv_integrations.server.tenancy import Tenancy, Tenant
 from samkv_integrations.serving.listeners import AnswerEnded
 from samkv_integrations.serving.scheduler import Scheduler
@@ -59,7 +59,8 @@ class Settings:
     model_name: the name that clients use. most_tokens: most tokens of an answer whose client names
     no number. timeout_s: most seconds of an answer, waiting included; None for no limit.
     logs_prompts: whether prompts are logged, at INFO. max_body_bytes: most bytes of a request.
-    cors_origins: web pages of other origins that a browser lets use the server.
+    cors_origins: web pages of other origins that a browser lets use the server. is_lenient: whether
+    fields that the server does not know or support are ignored where that gives no other answer.
     """
 
     model_name: str
@@ -68,6 +69,7 @@ class Settings:
     logs_prompts: bool = False
     max_body_bytes: int = 8_000_000
     cors_origins: Sequence[str] = ()
+    is_lenient: bool = False
 
 
 class Metrics:
@@ -172,9 +174,10 @@ class Service:
         tenancy.listen(self.metrics.count_answer)
         self.since = int(time.time())
 
-    def failure(self, error: Exception) -> Failure:
-        """The response to an exception, with the model's name for clients."""
-        return Failure.of(error, (self.tenancy.scheduler.model.name, self.settings.model_name))
+    def failure(self, error: Exception, paths: Mapping[str, str] = NO_PATHS) -> Failure:
+        """The response to an exception, with the model's name for clients; see `Failure.of`."""
+        names = self.tenancy.scheduler.model.name, self.settings.model_name
+        return Failure.of(error, names, paths)
 
     def require_model(self, name: str) -> None:
         """Raises Failure if ``name`` is not the model's."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Unpack
 
 from samkv_integrations.chroma.client import Database
+from samkv_integrations.chroma.embedding import Embeddings
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.engine import Engine
 from samkv_integrations.errors import InvalidOption, StoreError, UnknownOption
@@ -106,8 +107,10 @@ class Tenancy:
     Args:
         scheduler: runs the model, for all engines.
         folder: holds the chunk caches under ``kv``, as ``samkv ingest --dir`` leaves them.
+        kv_dir: the folder of the chunk caches, if it is another one.
         remote: the remote tier, where machines share chunk caches; None for no remote tier.
         database: the database of the collections; None for the one under ``chroma`` in ``folder``.
+        embeddings: of the collections; None for those that the collections remember.
         options: those of every engine.
     """
 
@@ -117,12 +120,15 @@ class Tenancy:
         folder: Path,
         remote: str | None = None,
         *,
+        kv_dir: Path | None = None,
         database: Database | None = None,
+        embeddings: Embeddings | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         self.scheduler = scheduler
-        self._folder, self._remote, self._options = folder, remote, options
+        self._kv, self._remote, self._options = kv_dir or folder / "kv", remote, options
         self._database = database or Database(folder / "chroma")
+        self._embeddings = embeddings or Embeddings()
         self._engines: dict[str, Engine] = {}
         self._listeners: list[Listener] = []
         self._opening = threading.Lock()
@@ -134,9 +140,7 @@ class Tenancy:
         """
         with self._opening:
             if (engine := self._engines.get(tenant.namespace)) is None:
-                store = ChunkStore(
-                    self._folder / "kv", namespace=tenant.namespace, remote=self._remote
-                )
+                store = ChunkStore(self._kv, namespace=tenant.namespace, remote=self._remote)
                 engine = Engine(
                     self.scheduler.model, store, scheduler=self.scheduler, **self._options
                 )
@@ -162,7 +166,8 @@ class Tenancy:
             raise UnknownOption.among("collection", collection, tenant.collections or ["none"])
         engine = self.engine(tenant)
         try:
-            return ChromaLink(self._database.collection(collection), engine)
+            opened = self._database.collection(collection)
+            return ChromaLink(opened, engine, self._embeddings.of(opened))
         except UnknownOption:  # deleted meanwhile; the error would list collections of others
             raise UnknownOption(f"collection {collection!r} was deleted; ingest it again") from None
         except InvalidOption as error:  # the fault is the server's, not the client's

@@ -41,9 +41,9 @@ reading 99,991 takes about a second, and far larger ones take minutes and gigaby
 
 _MOST_PLACES = 20  # decimal ones, of a multiple
 
-MOST_READING_S = 5
-"""CPU seconds that llguidance may take to read a schema. Sixteen patterns that must all hold took
-more than a minute, and could not be ended."""
+MOST_READING_S = 2
+"""CPU seconds that llguidance may take to read a schema, its start included; most take .1. Sixteen
+patterns that must all hold took more than a minute, and could not be ended."""
 
 MOST_READING_BYTES = 1 << 30
 """Bytes of memory that llguidance may take to read a schema."""
@@ -51,7 +51,9 @@ MOST_READING_BYTES = 1 << 30
 _READ = f"""
 import os, sys
 try:
-    os.nice(10)  # answers come first
+    # answers come first, but beside three busy threads a core the limit is reached in 20 s: a
+    # schema that takes too long must not look as if the machine were busy
+    os.nice(5)
     import resource
     resource.setrlimit(resource.RLIMIT_CPU, ({MOST_READING_S}, {MOST_READING_S + 1}))
     resource.setrlimit(resource.RLIMIT_AS, ({MOST_READING_BYTES}, {MOST_READING_BYTES}))
@@ -93,20 +95,23 @@ def check_json_schema(schema: object) -> None:
         )
     if len(written) > MAX_SCHEMA_LENGTH:
         raise InvalidOption(
-            f"json_schema has {len(written)} characters; it must have at most {MAX_SCHEMA_LENGTH}, "
-            "because larger ones take too long to read; give a simpler schema"
+            Given("json_schema", ...),
+            f" has {len(written)} characters; it must have at most {MAX_SCHEMA_LENGTH}, because "
+            "larger ones take too long to read; give a simpler schema",
         )
     if len(literal := _longest_literal(schema)) > MAX_LITERAL_LENGTH:
         raise InvalidOption(
-            "json_schema has a pattern, constant, value of an enumeration or name of "
-            f"{len(literal)} characters, {reprlib.repr(literal)}; it must have at "
-            f"most {MAX_LITERAL_LENGTH}; leave it out, and check that part of the answer yourself"
+            Given("json_schema", ...),
+            f" has a pattern, constant, value of an enumeration or name of {len(literal)} "
+            f"characters, {reprlib.repr(literal)}; it must have at most {MAX_LITERAL_LENGTH}; "
+            "leave it out, and check that part of the answer yourself",
         )
     if _common_multiple(schema) > MAX_MULTIPLE:
         raise InvalidOption(
-            f"json_schema: the common multiple of all values of multipleOf must be at most "
+            Given("json_schema", ...),
+            ": the common multiple of all values of multipleOf must be at most "
             f"{MAX_MULTIPLE}, in units of their last decimal place; leave it out, and check "
-            "that part of the answer yourself"
+            "that part of the answer yourself",
         )
 
 
@@ -144,21 +149,23 @@ class JsonConstraint:
             raise MissingExtra.of("llguidance", "structured") from error
         if not end_ids:
             raise InvalidOption(
-                f"json_schema: {model.name!r} has no token that ends an answer; give stop_ids"
+                Given("json_schema", ...),
+                f": {model.name!r} has no token that ends an answer; give stop_ids",
             )
         try:
             written = json.dumps(_closed(schema))
             grammar = LLMatcher.grammar_from_json_schema(written, overrides=_LAYOUT)
         except (ValueError, RecursionError) as error:  # half characters, or nested too deep
-            raise InvalidOption(f"json_schema: {error}; give a simpler schema") from error
+            raise _not_simple(error) from error
         reader.check(grammar, owner, until)
         limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS)
         vocabulary = model.mask_vocabulary(end_ids)
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise InvalidOption(
-                f"json_schema: {self._error}; change the schema, or leave that "
-                "part out and check it in the answer yourself"
+                Given("json_schema", ...),
+                f": {self._error}; change the schema, or leave that part out and check it in the "
+                "answer yourself",
             )
         self._n_seen = 0
         self._forced: list[int] = []  # the next tokens, where the schema leaves no choice
@@ -186,7 +193,7 @@ class JsonConstraint:
             bias = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
             allowed = bias[:n_vocabulary] > 0
         if self._matcher.is_error():
-            raise InvalidOption(f"json_schema: {self._error}; give a simpler schema")
+            raise _not_simple(self._error)
         return allowed
 
 
@@ -226,8 +233,8 @@ class SchemaReader:
                         "schema"
                     ) from error
                 raise Overloaded(
-                    f"json_schema was not read within {_MOST_WAITING_S} s, because others are "
-                    "being read; ask again later"
+                    f"json_schema was not read within {_MOST_WAITING_S} s, because the server is "
+                    "busy; ask again later"
                 ) from error
         self._is_quick.pop(digest, None)
         self._is_quick[digest] = is_quick
@@ -235,9 +242,14 @@ class SchemaReader:
             self._is_quick.pop(oldest, None)
         if not is_quick:
             raise InvalidOption(
-                f"json_schema takes more than {MOST_READING_S} s or {MOST_READING_BYTES >> 30} GiB "
-                "to read; give fewer patterns, fewer alternatives or smaller numbers"
+                Given("json_schema", ...),
+                f" takes more than {MOST_READING_S} s or {MOST_READING_BYTES >> 30} GiB to read; "
+                "give fewer patterns, fewer alternatives or smaller numbers",
             )
+
+
+def _not_simple(why: object) -> InvalidOption:
+    return InvalidOption(Given("json_schema", ...), f": {why}; give a simpler schema")
 
 
 @contextmanager

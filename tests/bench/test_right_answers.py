@@ -11,6 +11,7 @@ import pytest
 from benchmarks.commands import TRUTH
 from benchmarks.question_sets import PACKAGES, questions_of
 from benchmarks.right_table import rows_of, summarise
+from samkv_integrations.errors import InvalidOption
 from tests.bench.running import ran
 
 CONTEXTS = [
@@ -30,6 +31,22 @@ def questions(folder: Path, rows: list[dict[str, Any]] = QUESTIONS) -> Path:
     lines = [json.dumps({"contexts": CONTEXTS, **row}) + "\n" for row in rows]
     file.write_text("".join(lines), encoding="utf-8")
     return file
+
+
+def test_questions_are_asked_over_what_is_found_of_all_their_paragraphs(tmp_path: Path) -> None:
+    own = [{"title": "Frost", "text": f"Nadine Frost was born in Orvik, says {n}."} for n in "ab"]
+    first, second = questions(tmp_path), tmp_path / "more.jsonl"
+    row = {"id": "four", "question": "Where was Frost born?", "answers": ["Orvik"]}
+    second.write_text(json.dumps({"contexts": own, **row, "supporting": [1]}), encoding="utf-8")
+    one, *_, four = questions_of([f"{first}+{second}@words2"])
+    assert "Pavel Flalvek" in one.question.documents[0] and len(one.question.documents) == 2
+    assert all("Frost" in text for text in four.question.documents)
+    *_, last = questions_of([f"{first}+{second}@words2last"])
+    assert last.question.documents == four.question.documents[::-1]
+    hashed = questions_of([f"{first}+{second}@hashed3"])
+    assert [len(each.question.documents) for each in hashed] == [3] * 4
+    with pytest.raises(InvalidOption, match="several files"):
+        questions_of([f"{first}+{second}@2"])
 
 
 def asked(folder: Path, *more: str, methods: str = "reuse,epic first=4") -> list[str]:
@@ -52,6 +69,7 @@ def test_every_question_counts_for_every_method(tmp_path: Path) -> None:
     assert full["questions"] == 3 and full["first"] == 1.0 and full["lost"] == full["won"] == 0
     assert full["wall"] == 1.0 and all(row["first_wall_s"] > 0 and row["threads"] for row in rows)
     assert full["kl_first"] == 0 < reuse["kl_first"]
+    assert all(0 < row["entropy_first"] < 10 for row in rows)
     assert reuse["recomputed"] == 0 < epic["recomputed"]
     (plain,) = summarise(rows, [TRUTH, "reuse"])[1:]
     assert plain["label"] == "reuse"

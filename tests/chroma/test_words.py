@@ -55,6 +55,26 @@ def test_rare_words_count_and_words_are_stemmed(link: ChromaLink) -> None:
     assert len(link.search("Delford", 1)) == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "question"),
+    [
+        ("渡轮从德福港出发，四十分钟过海峡。", "博物馆展出古老的地图。", "哪里展出地图？"),
+        ("フェリーは四十分で海峡を渡る。", "博物館は古い地図を見せる。", "地図はどこですか"),
+        ("연락선은 사십 분이면 해협을 건넌다.", "박물관에서 옛 지도를 보여준다.", "지도는 어디에?"),
+        ("เรือข้ามฟากใช้เวลาสี่สิบนาที", "พิพิธภัณฑ์แสดงแผนที่เก่า", "แผนที่อยู่ที่ไหน"),
+        ("नाव जलसन्धि पार करती है।", "संग्रहालय पुराने मानचित्र दिखाता है।", "मानचित्र कहाँ हैं?"),
+    ],
+)
+def test_words_are_found_in_every_script(
+    tmp_path: Path, first: str, second: str, question: str
+) -> None:
+    link = link_in(tmp_path)
+    add(link, first, second)
+    assert found(link, question)[0] == second
+    link.delete(["1"])
+    assert second not in found(link, question)
+
+
 def test_without_a_shared_word_the_first_records_are_found(link: ChromaLink) -> None:
     assert found(link, "xyzzy?", 2) == TEXTS[:2]
     assert found(link, "?!", 2) == TEXTS[:2]

@@ -146,3 +146,15 @@ def test_a_file_of_keys_and_the_variable(
     assert "holds no key" in error_of("serve", "--api-keys", str(file))
     file.write_text("sk-of-the-red-team red notes\n")
     assert "holds no Chroma database" in error_of("serve", "--api-keys", str(file))
+
+
+def test_lenient_is_a_setting(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[bool]()
+    monkeypatch.setattr(run_module, "run", lambda *_: None)
+    monkeypatch.setattr(
+        "samkv_integrations.server.app.create_app",
+        lambda _tenancy, _keys, settings: made.append(settings.is_lenient),
+    )
+    ran("serve", "--port", "0")
+    ran("serve", "--port", "0", "--lenient")
+    assert made == [False, True]

@@ -58,6 +58,7 @@ OWNERS = {
     ),
     **dict.fromkeys(("llama_cpp", "xllamacpp"), {"runtimes.llama_cpp"}),
     "chromadb": {"chroma", "connectors"},
+    "sentence_transformers": {"chroma"},
     **dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), {"server"}),
     "llama_index": {"connectors"},
     "opentelemetry": {"serving"},

@@ -11,12 +11,16 @@ import pytest
 from chromadb import Collection
 from chromadb.errors import InternalError
 
+from samkv_integrations import ChunkStore, Engine
+from samkv_integrations.chroma.client import Database
+from samkv_integrations.chroma.embedding import EmbeddingName, LearnedEmbedding, open_remembering
 from samkv_integrations.chroma.link import ChromaLink
 from samkv_integrations.chroma.records import Retrieved
 from samkv_integrations.methods.costs import CostModel
 from samkv_integrations.plan.kept_costs import keep_costs
 from samkv_integrations.prompt.rag_template import rag_prompt
 from samkv_integrations.server.tenancy import Tenant
+from tests.support.embedding_server import embedding_server
 from tests.support.records import RECORDS, TEXTS, builtin
 from tests.support.served_town import BLUE, KEYS, RED, Town, events_of, fill
 
@@ -173,6 +177,27 @@ async def test_what_chroma_says_is_not_passed_on(
 async def test_bodies_that_are_refused(town: Town, more: dict[str, Any], param: str) -> None:
     error = await town.error(400, "POST", PATH, {"question": QUESTION, **more})
     assert error["param"] == param
+
+
+async def test_a_collection_that_remembers_an_embedding(tmp_path: Path) -> None:
+    with embedding_server() as endpoint:
+        name = EmbeddingName.given("tiny", endpoint.url)
+        database, embedding = Database(tmp_path / "chroma"), LearnedEmbedding(name)
+        engine = Engine(builtin(), ChunkStore(tmp_path / "kv"))
+        link = ChromaLink(open_remembering(database, "town", embedding), engine, embedding)
+        texts = [*TEXTS[:3], "The museum shows maps."]
+        ids = [str(number) for number in range(len(texts))]
+        link.add(ids, texts, link.vectors(ids, texts))
+        served = Town(tmp_path, collections=["town"], method="reuse")
+        body = {"question": "Which gallery?", "top_k": 2, "max_tokens": 4}
+        found = await served.json("POST", PATH, body)
+        assert found["sources"][0]["text"] == texts[-1]
+        tenant = Tenant(collections=("town",))
+        same = [served.tenancy.link(tenant, "town").embedding for _ in range(2)]
+        assert same[0] is same[1] is not None  # loaded once
+    error = await served.error(502, "POST", PATH, body)
+    assert error["code"] == "embedding_failed" and error["type"] == "server_error"
+    assert endpoint.url not in error["message"] and "log has the cause" in error["message"]
 
 
 async def test_the_event_loop_is_free_while_a_collection_is_searched(

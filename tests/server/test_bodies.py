@@ -80,14 +80,14 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(top_logprobs=3), "top_logprobs"),
         (chat(top_logprobs=False), "top_logprobs"),
         (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-        (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools.0.type"),
-        (chat(tools=[{"type": "function", "function": {}}]), "tools.0.function.name"),
-        (chat(tools=[{"type": "function", "function": {"name": "f"}, "x": 1}]), "tools.0.x"),
+        (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools[0].type"),
+        (chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name"),
+        (chat(tools=[{"type": "function", "function": {"name": "f"}, "x": 1}]), "tools[0].x"),
         (chat(tool_choice="f"), "tool_choice"),
         (chat(functions=[]), "functions"),
         (chat(presence_penalty=0.5), "presence_penalty"),
         (chat(logit_bias={"50": 1.0}), "logit_bias"),
-        (chat(modalities=["audio"]), "modalities.0"),
+        (chat(modalities=["text", "audio"]), "modalities[1]"),
         (chat(reasoning_effort="high"), "reasoning_effort"),
         (chat(verbosity="low"), "verbosity"),
         (chat(tools=[TOOL], tool_choice=1), "tool_choice"),
@@ -97,38 +97,46 @@ async def test_prompts_that_are_taken(body: dict[str, Any], app: App) -> None:
         (chat(max_tokens=0), "max_tokens"),
         (chat(max_tokens=2.5), "max_tokens"),
         (chat(max_tokens=True), "max_tokens"),
-        (chat(max_completion_tokens=3), None),
+        (chat(max_completion_tokens=3), "max_completion_tokens"),
         (chat(temperature="hot"), "temperature"),
         (chat(temperature=-0.5), "temperature"),
         (chat(top_p=7), "top_p"),
         (chat(seed=2**70), "seed"),
         (chat(stream="yes"), "stream"),
-        (chat(stream_options={"include_usage": True}), None),
+        (chat(stream_options={"include_usage": True}), "stream_options"),
         (chat(stream=True, stream_options={"include_use": True}), "stream_options.include_use"),
-        (chat(stop=["a", ""]), "stop.1"),
+        (chat(stop=["a", ""]), "stop[1]"),
         (chat(stop=3), "stop"),
         (chat(samkv={"methode": "reuse"}), "samkv.methode"),
         (chat(samkv={"on_miss": "shrug"}), "samkv.on_miss"),
         (chat(response_format={"type": "xml"}), "response_format.type"),
-        (chat(response_format={"type": "json_schema"}), "response_format"),
+        (chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
+        (chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
+         "response_format.json_schema.schema"),
+        (chat(samkv={"method": "m"}), "samkv.method"),
+        (chat(samkv={"timeout": -1}), "samkv.timeout"),
+        (chat(max_tokens=10**9), "messages"),
         (chat(model=None), "model"),
         (chat(messages=[]), "messages"),
         (chat(messages="Q?"), "messages"),
-        (chat(messages=[{"role": "user"}]), "messages.0.content"),
-        (chat(messages=[{"role": "wizard", "content": ""}]), "messages.0.role"),
-        (chat(messages=[{"role": "tool", "content": "", "tool_call_id": "1"}]), None),
+        (chat(messages=[{"role": "user"}]), "messages[0].content"),
+        (chat(messages=[{"role": "wizard", "content": ""}]), "messages[0].role"),
+        (chat(messages=[{"role": "tool", "content": "", "tool_call_id": "1"}]), "messages"),
         (chat(messages=[{"role": "assistant", "function_call": {"name": "f"}}]),
-         "messages.0.function_call"),
-        (chat(messages=[{"role": "assistant", "audio": {"id": "a"}}]), "messages.0.audio"),
-        (chat(messages=[{"role": "user", "content": "", "tool_calls": [CALL]}]), "messages.0"),
-        (chat(messages=[{"role": "user", "content": "", "tool_call_id": "a"}]), "messages.0"),
+         "messages[0].function_call"),
+        (chat(messages=[{"role": "assistant", "audio": {"id": "a"}}]), "messages[0].audio"),
+        (chat(messages=[{"role": "user", "content": "", "tool_calls": [CALL]}]),
+         "messages[0].tool_calls"),
+        (chat(messages=[{"role": "user", "content": "", "tool_call_id": "a"}]),
+         "messages[0].tool_call_id"),
         (chat(messages=[{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f",
-         "arguments": "[1]"}}]}]), "arguments"),
-        (says([IMAGE]), "messages.0.content"),
-        (says("a", [{"type": "text"}]), "messages.1.content"),
-        (says([{"type": "text", "text": 3}]), "messages.0.content"),
-        (says(["text"]), "messages.0.content"),
-        (says(7), "messages.0.content"),
+         "arguments": "[1]"}}]}]), "messages[0].tool_calls[0].function.arguments"),
+        (says([{"type": "text", "text": "a"}, IMAGE]), "messages[0].content[1].type"),
+        (says("a", [{"type": "text"}]), "messages[1].content[0].text"),
+        (says([{"type": "text", "text": 3}]), "messages[0].content[0].text"),
+        (says([{"type": "text", "text": "a", "x": 1}]), "messages[0].content[0].x"),
+        (says(["text"]), "messages[0].content[0]"),
+        (says(7), "messages[0].content"),
         ([chat()], None),
         ("chat", None),
         (7, None),
@@ -139,7 +147,8 @@ async def test_chats_that_are_refused(body: object, param: str | None, app: App)
     assert reply.status == 400, reply.text
     assert reply.error["param"] == param
     assert reply.error["type"] == "invalid_request_error"
-    assert (param or "").rpartition(".")[2] in reply.error["message"]
+    too_long = reply.error["code"] == "context_length_exceeded"
+    assert too_long or (param or "").rpartition(".")[2] in reply.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +156,13 @@ async def test_chats_that_are_refused(body: object, param: str | None, app: App)
     [
         (chat(presence_penalty=0.5), "presence_penalty=0.5: only 0 is supported here"),
         (chat(n=2), "n=2: only 1 is supported here"),
+        (says([IMAGE]), "messages[0].content[0].type='image_url': only 'text' is supported"),
+        (says({"a": 1}), "messages[0].content={'a': 1}: it must be a string or a list of text"),
+        (chat(tools=["f"]), "tools[0]='f': it must be an object"),
         (chat(max_tokens=0), "max_tokens=0: Input should be greater than or equal to 1"),
         (chat(seed="s"), "seed='s': Input should be a valid integer"),
         (chat(messages=[]), "messages is empty; give at least one"),
-        (chat(stream_options={}), "the body: stream_options needs stream=true"),
+        (chat(stream_options={}), "stream_options={}: it needs stream=true"),
     ],
 )
 async def test_what_is_wrong_is_said(body: object, message: str, app: App) -> None:
@@ -234,7 +246,7 @@ async def test_a_body_that_cannot_be_decoded(sent: bytes, make_app: Callable[...
 async def test_a_part_whose_type_is_half_a_character(app: App) -> None:
     body = rb'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}'
     reply = await app.client.posted(CHAT, body)
-    assert (reply.status, reply.error["param"]) == (400, "messages.0.content"), reply.text
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].content[0].type"), reply.text
     assert r"\ud800" in reply.error["message"]
 
 
@@ -278,5 +290,5 @@ async def test_arguments_of_a_call_that_are_too_long(make_app: Callable[..., App
     body = chat(messages=[{"role": "assistant", "tool_calls": [long]}])
     reply = await make_app(max_body_bytes=1_000_000).client.posted(CHAT, body)
     assert (reply.status, reply.error["param"]) == (
-        400, "messages.0.tool_calls.0.function.arguments",
+        400, "messages[0].tool_calls[0].function.arguments",
     )  # fmt: skip

@@ -52,7 +52,7 @@ async def test_what_is_deleted_is_gone(town: Town) -> None:
 )
 async def test_a_text_that_cannot_be_cached_is_named(town: Town, text: str, why: str) -> None:
     error = await town.error(400, "POST", PATH, {"texts": [TEXTS[0], text, TEXTS[1]]})
-    assert error["param"] == "texts.1" and why in error["message"]
+    assert error["param"] == "texts[1]" and why in error["message"]
     assert error["message"].endswith("; no text was cached")
     assert (await town.json("GET", PATH))["chunks"] == 0
 
@@ -63,7 +63,7 @@ async def test_a_text_that_cannot_be_cached_is_named(town: Town, text: str, why:
         ({"texts": []}, "texts"),
         ({"texts": ["x"] * (routes.MAX_TEXTS + 1)}, "texts"),
         ({"texts": "a text"}, "texts"),
-        ({"texts": ["a", 1]}, "texts.1"),
+        ({"texts": ["a", 1]}, "texts[1]"),
         ({"texts": ["a"], "text": "b"}, "text"),
         ({}, "texts"),
     ],

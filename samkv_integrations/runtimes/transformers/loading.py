@@ -199,13 +199,18 @@ def _as_reachable(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     options = {**options, "trust_remote_code": bool(options.get("trust_remote_code"))}
     is_asked = not ({"local_files_only", "proxies"} & options.keys() or constants.HF_HUB_OFFLINE)
-    if Path(source).is_dir() or not is_asked:
+    if Path(source).is_dir() or not is_asked or hub_answers():
         return options
+    return {**options, "local_files_only": True}
+
+
+def hub_answers() -> bool:
+    """Whether Hugging Face's hub can be reached from here, within `HUB_PATIENCE_S`."""
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_PATIENCE_S)
     except (OSError, HTTPError):
-        return {**options, "local_files_only": True}
-    return options
+        return False
+    return True
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from llama_index.core.query_engine import BaseQueryEngine, RetrieverQueryEngine
 from llama_index.core.retrievers import AutoMergingRetriever
 from llama_index.core.schema import BaseNode, Document
 
-from llama_index.llms.samkv import SamKVLLM
+from llama_index.llms.samkv import SamKVCacheTransform, SamKVLLM
 from llama_index.llms.samkv.quickstart import OfflineEmbedding
 from llama_index.postprocessor.samkv import SamKVPostprocessor
 from samkv_integrations import Engine
@@ -89,3 +89,18 @@ def test_a_text_is_computed_once_and_reused_by_later_questions(llm: SamKVLLM, na
     assert second.reused > 0 and second.reused + second.computed_now == second.found
     again = asked(llm, engine, EMPLOYER, "Vasumex Trading")
     assert (again.found, again.reused, again.computed_now) == (first.found, first.found, 0)
+
+
+def test_a_parent_is_found_by_its_cached_leaves() -> None:
+    """Without the postprocessor, whose caches of parents would hide those of their leaves."""
+
+    def report_of(*, computes: bool) -> Report:
+        engine = Engine(builtin(), method="epic", prefix_bytes=0)
+        llm = SamKVLLM(engine=engine, max_new_tokens=16)
+        SamKVCacheTransform(llm=llm)(get_leaf_nodes(hierarchy()))
+        last = [SamKVPostprocessor(llm=llm, on_miss="compute")] if computes else []
+        return asked(llm, of_parents(llm, *last), EMPLOYER, "Vasumex Trading")
+
+    by_leaves, by_parents = report_of(computes=False), report_of(computes=True)
+    assert by_leaves.computed_now == 0 < by_parents.computed_now
+    assert by_leaves.cached_tokens > by_parents.cached_tokens
