@@ -81,7 +81,8 @@ class HashingEmbedding:
             hashed = self._hash(feature, 0, True)  # of either sign, so that collisions cancel out
             vector[abs(hashed) % N_FEATURES] += count if hashed >= 0 else -count
         length = math.sqrt(sum(number * number for number in vector))
-        return [number / length for number in vector] if length else vector
+        # zeros share one object, which is most of the memory
+        return [number / length if number else 0.0 for number in vector] if length else vector
 
 
 class Embedding(Protocol):
