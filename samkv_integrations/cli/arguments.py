@@ -31,6 +31,12 @@ FURTHER = "Model, caches and engine"
 further = partial(typer.Option, rich_help_panel=FURTHER)
 """An option in that panel."""
 
+READING = "Reading documents"
+"""The group of flags that say what is read, and how."""
+
+of_reading = partial(typer.Option, rich_help_panel=READING)
+"""An option in that panel."""
+
 _PARAMETERS = {
     "budget_ratio": "eviction_budget", "device_map": "device", "kv_remote": "remote",
     "model_name": "model",
@@ -42,7 +48,8 @@ class Command(typer.core.TyperCommand):
     """A command whose help has groups of flags, and whose errors name flags."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], FURTHER: []}
+        titles = ("Arguments", "Options", READING, FURTHER)
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in titles}
         for each in self.get_params(ctx):
             if (record := each.get_help_record(ctx)) is not None:
                 is_argument = each.param_type_name == "argument"

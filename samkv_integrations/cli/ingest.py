@@ -108,17 +108,19 @@ class OnRay:
 class Reading:
     """The options that say which documents are read, and how."""
 
-    code: Annotated[bool, args.further("--code", help=_CODE)] = False
+    code: Annotated[bool, args.of_reading("--code", help=_CODE)] = False
     encoding: Annotated[
-        str | None, args.further(help="Of files of text, such as cp1252. Default: detected.")
+        str | None, args.of_reading(help="Of files of text, such as cp1252. Default: detected.")
     ] = None
-    max_file: Annotated[str, args.further(help="Most bytes of a file.")] = "200MB"
-    max_text: Annotated[str, args.further(help="Most bytes of the text of a file.")] = "50MB"
-    max_pages: Annotated[int, args.further(min=1, help="Most pages of a PDF.")] = 2000
+    max_file: Annotated[str, args.of_reading(help="Most bytes of a file.")] = "200MB"
+    max_text: Annotated[str, args.of_reading(help="Most bytes of the text of a file.")] = "50MB"
+    max_pages: Annotated[int, args.of_reading(min=1, help="Most pages of a PDF.")] = 2000
     read_seconds: Annotated[
-        float, args.further(min=0.1, help="Most seconds to convert a file to text.")
+        float, args.of_reading(min=0.1, help="Most seconds to convert a file to text.")
     ] = 60.0
-    read_memory: Annotated[str, args.further(help="Most memory to convert a file to text.")] = "2GB"
+    read_memory: Annotated[str, args.of_reading(help="Most memory to convert a file to text.")] = (
+        "2GB"
+    )
 
     def __post_init__(self) -> None:
         if self.encoding is not None:
@@ -147,7 +149,7 @@ def ingest(
     paths: Paths, index: Index, ray: OnRay, reading: Reading, embedded: Embedded,
     collection: args.Collection = "documents",
     chunk_size: Annotated[int, typer.Option(help="Most tokens of a chunk.", min=1)] = 512,
-    overlap: Annotated[int, args.further(help=_OVERLAP)] = 0,
+    overlap: Annotated[int, args.of_reading(help=_OVERLAP)] = 0,
     max_bytes: Annotated[str | None, typer.Option(help=_BUDGET)] = None, as_json: args.Json = False,
 ) -> None:  # fmt: skip
     """Read documents, and cache the KV entries of their chunks.

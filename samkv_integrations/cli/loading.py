@@ -321,7 +321,8 @@ class Index(Collections, args.OfRuntime):
         str | None, args.flag(ModelOptions, "dtype", default="as ingested, else auto")
     ] = None
     store_bits: Annotated[
-        int | None, args.flag(EngineOptions, "store_bits", default="as ingested, else 4")
+        int | None,
+        args.flag(EngineOptions, "store_bits", default="as ingested, else 4, on llama.cpp 8"),
     ] = None
 
     def __post_init__(self) -> None:

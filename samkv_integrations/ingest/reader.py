@@ -82,22 +82,26 @@ class DocumentReader:
             connection.send((path, limits, self._encoding, follows_links))
             while not connection.poll(_POLL_S):
                 if time.monotonic() > until:
-                    self._exceeded(f"{path} took more than {limits.seconds:g} seconds to read")
+                    self._exceeded(
+                        f"{path} took more than {limits.seconds:g} seconds to read",
+                        "allow more with --read-seconds",
+                    )
                 with suppress(NoSuchProcess):
                     if Process(process.pid).memory_info().rss > limits.memory_bytes:
                         self._exceeded(
-                            f"{path} needs more than {limits.memory_bytes} bytes of memory"
+                            f"{path} needs more than {limits.memory_bytes} bytes of memory",
+                            "allow more with --read-memory",
                         )
             kind, *found = connection.recv()
         except (EOFError, OSError):
-            self._exceeded(f"{path} has ended the process that reads documents")
+            self._exceeded(f"{path} has ended the process that reads documents", "mend it")
         if kind == Document.__name__:
             return Document(**found[0])
         return (MissingExtra if kind == MissingExtra.__name__ else InvalidOption)(found[0])
 
-    def _exceeded(self, what: str) -> NoReturn:
+    def _exceeded(self, what: str, next_step: str) -> NoReturn:
         self._end()
-        raise InvalidOption(f"{what}; leave it out, or allow more")
+        raise InvalidOption(f"{what}; leave it out, or {next_step}")
 
     def _started(self) -> tuple[SpawnProcess, Connection]:
         if self._process is not None and not self._process.is_alive():
@@ -133,7 +137,8 @@ def _read(
     n_bytes = sum(len(page.encode(errors="surrogatepass")) for page in found.pages)
     if n_bytes > limits.text_bytes:
         return InvalidOption(
-            f"{path} holds {n_bytes} bytes of text, and {limits.text_bytes} are allowed at most"
+            f"{path} holds {n_bytes} bytes of text, and {limits.text_bytes} are allowed at most "
+            "(--max-text)"
         )
     return found
 

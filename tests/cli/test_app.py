@@ -160,6 +160,13 @@ def test_the_help_of_ask_shows_everyday_flags_first() -> None:
     assert len(everyday.splitlines()) <= 30, "a screen of 24 lines, with the header"
 
 
+def test_the_help_of_ingest_has_a_group_for_reading() -> None:
+    shown = ran("ingest", "--help")
+    reading = shown.partition("Reading documents:")[2].partition("Model, caches and engine:")[0]
+    flags = ("--code", "--encoding", "--overlap", "--max-file", "--max-pages", "--read-seconds")
+    assert all(f" {name} " in reading for name in flags) and "--dtype" not in reading
+
+
 @pytest.mark.parametrize(
     ("option", "mistake"),
     [

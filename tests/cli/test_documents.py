@@ -160,18 +160,16 @@ def test_half_characters_are_replaced(tmp_path: Path) -> None:
 
 
 def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a PDF that is encrypted."""
-
-    class PasswordIncorrect(Exception):
+    class BadPart(Exception):
         pass
 
     def refuse(*_: object) -> None:
-        raise PasswordIncorrect
+        raise BadPart
 
-    monkeypatch.setattr("markitdown.converters.PdfConverter.convert", refuse)
-    file = tmp_path / "secret.pdf"
-    file.write_bytes(b"%PDF-1.4")
-    with pytest.raises(InvalidOption, match=r"cannot be read as \.pdf \(PasswordIncorrect\)"):
+    monkeypatch.setattr("markitdown.converters.DocxConverter.convert", refuse)
+    file = tmp_path / "bad.docx"
+    file.write_bytes(b"PK")
+    with pytest.raises(InvalidOption, match=r"cannot be read as \.docx \(BadPart\)"):
         read_document(file)
 
 
@@ -211,10 +209,28 @@ def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
         ("file.html", None, "The mill"),
     }  # fmt: skip
     result = run("ingest", str(folder), "--max-pages", "1")
-    assert result.exit_code == 1 and "file.pdf: it has more than 1 pages" in result.stderr
+    assert result.exit_code == 1 and "file.pdf: it has 2 pages, and 1 are" in result.stderr
     opened = open_collection(Path(".samkv/chroma").resolve(), "documents", create=False)
     assert opened.count() == len(places)  # a document that cannot be read keeps them
     assert "2 chunks deleted" in ran("store", "forget", str(folder / "file.pdf"))
+
+
+def test_the_rows_of_a_table_in_a_pdf_stay_together_and_words_apart(tmp_path: Path) -> None:
+    from matplotlib.backends.backend_pdf import PdfPages
+    from matplotlib.figure import Figure
+
+    rows = [["Port", "Depth", "Berths"], ["Birk", "5 m", "1"], ["Dal", "8 m", "2"]]
+    with PdfPages(tmp_path / "table.pdf") as pages:
+        for text in (MILL, BAKER):
+            page = Figure()
+            page.text(0.1, 0.9, text)
+            for number, row in enumerate(rows):
+                for column, cell in enumerate(row):
+                    page.text(0.1 + 0.3 * column, 0.7 - 0.1 * number, cell)
+            pages.savefig(page)
+    found = read_document(tmp_path / "table.pdf").pages
+    table = ["Port Depth Berths", "Birk 5 m 1", "Dal 8 m 2"]
+    assert [page.split("\n") for page in found] == [[MILL, *table], [BAKER, *table]]
 
 
 def test_without_the_library_the_extra_is_named(

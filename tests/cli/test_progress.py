@@ -47,6 +47,16 @@ def test_tokens_of_unread_files_are_estimated(monkeypatch: pytest.MonkeyPatch) -
     assert re.search(r"8/8 files: 100%.* 400/400 ", terminal.getvalue())
 
 
+def test_files_are_counted_within_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("samkv_integrations.cli.progress.tqdm", partial(tqdm, mininterval=0))
+    with IngestBar(8, 4000, is_shown=True) as bar:
+        bar.begin(page(8, 4000), [chunk("a", 100), chunk("b", 100)])
+        bar.update(100)
+    assert "4/8 files" in terminal.getvalue()
+
+
 @pytest.mark.parametrize(("options", "is_shown"), [((), True), (("--json",), False)])
 def test_there_is_one_on_a_terminal_without_json(
     options: tuple[str, ...], is_shown: bool, town: Path, monkeypatch: pytest.MonkeyPatch
