@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -269,6 +270,10 @@ def rows(*embeddings: object) -> tuple[int, object]:
         (rows([1.0, 2.0], [1.0]), "no vector"),
         (rows(["a"], ["b"]), "no vector"),
         (rows([1.0], [float("nan")]), "no vector"),
+        (rows([1.0], [1e300]), "no vector"),
+        ((200, b'{"data": ' + b"[" * 100_000), "something else"),
+        ((200, b" " * (2**25 + 1)), "more than 33554432 bytes for 2 texts"),
+        ((500, b" " * (2**25 + 1)), "more than 33554432 bytes for 2 texts"),
     ],
 )  # fmt: skip
 def test_what_an_endpoint_may_return(
@@ -278,6 +283,13 @@ def test_what_an_endpoint_may_return(
     with pytest.raises(EmbeddingFailed, match=said) as raised:
         of(server, "sk-secret").embed(["a", "b"])
     assert "sk-secret" not in str(raised.value)
+
+
+def test_a_compressed_response_is_not_unpacked(server: EmbeddingServer) -> None:
+    server.headers = {"content-encoding": "gzip"}
+    server.answer = lambda texts: (200, gzip.compress(json.dumps(rows([1.0])[1]).encode()))
+    with pytest.raises(EmbeddingFailed, match="something else"):
+        of(server).embed(["a"])
 
 
 def test_an_endpoint_without_a_key_says_where_it_is_sent(server: EmbeddingServer) -> None:
