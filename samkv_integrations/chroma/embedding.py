@@ -229,6 +229,8 @@ class LearnedEmbedding:
 
 def _of_chroma() -> _Model:
     """all-MiniLM-L6-v2, which reads the first 256 tokens of a text."""
+    # onnxruntime reads it when it is imported; its function for this comes too late
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     MissingExtra.unless_installed("chroma", "onnxruntime", "tokenizers")
     from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
 

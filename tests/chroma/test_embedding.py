@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -404,9 +405,11 @@ def test_chromas_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return [np.array([3.0, 4.0], np.float32) for _ in input]
 
     monkeypatch.setattr(ONNXMiniLM_L6_V2, "__call__", call)
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     embedding = LearnedEmbedding(EmbeddingName.given("chroma", None))
     assert np.allclose(embedding.embed(["a", "b"]), [[0.6, 0.8]] * 2)
     assert np.allclose(embedding.embed_question("a"), [0.6, 0.8])
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"  # nothing is reported to onnxruntime's maker
 
 
 @pytest.mark.parametrize(
