@@ -53,7 +53,8 @@ def embedding_server() -> Iterator[EmbeddingServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            status, said = 404, {"error": self.path}
+            status: int = 404
+            said: object = {"error": self.path}
             if self.path == "/v1/embeddings":
                 status, said = served.reply(body, self.headers["authorization"])
             content = said if isinstance(said, bytes) else json.dumps(said).encode()
