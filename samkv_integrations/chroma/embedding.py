@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -48,6 +49,9 @@ TIMEOUT_S = 120.0
 
 _REQUEST = 64
 """Most texts of one request to an endpoint."""
+
+_MOST_BYTES = 32 * 2**20
+"""Most bytes of a response of an endpoint: 20,000 numbers for each text."""
 
 RANK_CONSTANT = 60
 """The constant of `fused`, with which the paper's authors ran all their experiments."""
@@ -200,7 +204,8 @@ class LearnedEmbedding:
         whole = [text.encode(errors="replace").decode() for text in texts]
         found = self._model(whole, is_question)
         try:
-            rows = np.asarray(found, np.float32)
+            with np.errstate(over="ignore"):  # infinite ones are refused below
+                rows = np.asarray(found, np.float32)
         except (TypeError, ValueError):  # of several dimensions, or no numbers
             rows = np.empty(0, np.float32)
         if (
@@ -225,6 +230,8 @@ class LearnedEmbedding:
 
 def _of_chroma() -> _Model:
     """all-MiniLM-L6-v2, which reads the first 256 tokens of a text."""
+    # onnxruntime reads it when it is imported; its function for this comes too late
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     MissingExtra.unless_installed("chroma", "onnxruntime", "tokenizers")
     from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
 
@@ -277,7 +284,10 @@ def _endpoint(model: str, url: str, key: str | None) -> _Model:
     """The route ``/embeddings`` of OpenAI's API."""
     import httpx
 
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    # uncompressed: a small response could unpack to more than the memory
+    headers = {"accept-encoding": "identity"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     client = httpx.Client(timeout=TIMEOUT_S, headers=headers)  # follows no redirect
 
     def embed(texts: Sequence[str], is_question: bool) -> list[Any]:
@@ -285,23 +295,32 @@ def _endpoint(model: str, url: str, key: str | None) -> _Model:
         return [row for start in starts for row in ask(texts[start : start + _REQUEST])]
 
     def ask(texts: Sequence[str]) -> list[Any]:
+        asked, content = {"model": model, "input": texts}, bytearray()
         try:
-            response = client.post(f"{url}/embeddings", json={"model": model, "input": texts})
+            with client.stream("POST", f"{url}/embeddings", json=asked) as response:
+                for piece in response.iter_raw():
+                    content += piece
+                    if len(content) > _MOST_BYTES:
+                        raise EmbeddingFailed(
+                            f"{url}/embeddings returned more than {_MOST_BYTES} bytes for "
+                            f"{len(texts)} texts; is {model!r} a model of embeddings?"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EmbeddingFailed(
                 f"the endpoint of embeddings {url} does not answer ({_first_line(error)}); start "
                 "it, or give its address with --embedding-url"
             ) from error
         if not response.is_success:
-            said = response.text.replace(key, "...") if key else response.text
+            said = content.decode(errors="replace")
+            said = said.replace(key, "...") if key else said
             raise EmbeddingFailed(
                 f"the endpoint of embeddings {url} refused model {model!r} with status "
                 f"{response.status_code}: {' '.join(said.split())[:200]}; {_next(response, key)}"
             )
         try:
-            data = sorted(response.json()["data"], key=lambda row: row.get("index", 0))
+            data = sorted(json.loads(content)["data"], key=lambda row: row.get("index", 0))
             return [row["embedding"] for row in data]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EmbeddingFailed(
                 f"{url}/embeddings returned something else than OpenAI's embeddings; give the URL "
                 "of an OpenAI-compatible endpoint, such as http://HOST:PORT/v1"

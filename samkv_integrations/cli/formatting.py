@@ -24,6 +24,11 @@ def visible(text: str) -> str:
     return UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
 
 
+def in_one_line(text: str) -> str:
+    """The `visible` text, its line breaks replaced, too: names of files can hold them."""
+    return visible(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
 def commit() -> str | None:
     """The git commit of the source tree that runs; None if this is not a checkout."""
     folder = Path(__file__).parent

@@ -352,7 +352,7 @@ def _report(
         kinds = _most_frequent(found.others)
         notes.append(f"files of other kinds were left out: {kinds}{code}")
     for line in notes:
-        tables.console(stderr=True).print(line, soft_wrap=True)
+        tables.console(stderr=True).print(formatting.in_one_line(line), soft_wrap=True)
     n_read = sum(n > 0 for n in chunks.n_chunks.values())
     row = {"files": n_read, **asdict(done), "collection": target.name}
     row["skipped"] = [{"path": str(one.path), "why": one.why} for one in skipped]

@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from samkv_integrations.cli.formatting import Row, percent, ratio, seconds, size, to_json, visible
+from samkv_integrations.cli.formatting import (
+    Row,
+    in_one_line,
+    percent,
+    ratio,
+    seconds,
+    size,
+    to_json,
+    visible,
+)
 
 PIPE_WIDTH = 100
 """Width of tables in files and pipes, in columns."""
@@ -108,5 +117,5 @@ def sources_table(sources: Sequence[str], texts: Sequence[str]) -> Table:
     """The sources of an answer: file name and text of each chunk, nearest first."""
     flat = [" ".join(text.split()) for text in texts]
     short = [text if len(text) <= 60 else text[:59] + "…" for text in flat]
-    named = [Path(source).name for source in sources]
+    named = [in_one_line(Path(source).name) for source in sources]
     return table(("source", "text"), zip(named, short, strict=True), left=2)

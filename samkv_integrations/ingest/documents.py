@@ -51,6 +51,8 @@ _LIKELY = [
     "euc_jp", "euc_kr", "gb18030", "shift_jis",
 ]  # fmt: skip
 
+_NOT_ASCII = bytes(range(128, 256))
+
 _SAMPLE = 200_000
 """Bytes by which an encoding is detected."""
 
@@ -139,8 +141,8 @@ def _encoding_of(path: Path, content: bytes) -> str:
         return UTF_8
     except UnicodeDecodeError as error:
         text = content.decode(errors="replace")
-        n_bad = text.count("\ufffd")
-        if sum(map(text.count, set(text) - set(map(chr, range(128))))) > 10 * n_bad:
+        n_bad, n_ascii = text.count("\ufffd"), len(content.translate(None, _NOT_ASCII))
+        if len(text) - n_ascii > 10 * n_bad:
             raise InvalidOption(
                 f"{path} is UTF-8 but for {n_bad} bytes ({error}); mend it, or name its encoding"
             ) from error

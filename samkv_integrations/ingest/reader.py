@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from samkv_integrations.errors import InvalidOption, MissingExtra, SamkvError
@@ -150,6 +152,9 @@ def _serve(connection: Connection) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):  # converters print
         os.dup2(silence, standard)
+    # markitdown imports it to guess kinds of files, which we know, and with it onnxruntime, which
+    # reports to its maker over the network
+    sys.modules["magika"] = ModuleType("magika")
     while True:
         try:
             path, limits, encoding, follows_links = connection.recv()

@@ -33,14 +33,16 @@ _DEMAND = frozenset(
     # where the prompt is, or more of it
     "messages prompt input instructions suffix previous_response_id conversation prompt_embeds "
     "images image_url input_audio audio file file_ids file_data documents function_call "
-    "web_search_options chat_template chat_template_kwargs continue_final_message "
+    "web_search_options chat_template chat_template_kwargs continue_final_message system context "
+    "template raw add_generation_prompt add_special_tokens truncate_prompt_tokens lora "
     # what the answer contains
     "functions format response_format text json_schema structured_outputs guided_json guided_regex "
     "guided_choice guided_grammar guided_decoding_backend grammar regex ebnf choices logprobs "
-    "top_logprobs prompt_logprobs echo bad_words allowed_token_ids logits_processors "
+    "top_logprobs prompt_logprobs n_probs echo bad_words allowed_token_ids logits_processors "
+    "num_return_sequences include_stop_str_in_output extra_body "
     # where it ends
-    "stop_token_ids ignore_eos min_tokens num_predict n_predict max_output_tokens max_new_tokens "
-    "max_completion_tokens max_length".split()
+    "stop_sequences stop_token_ids ignore_eos min_tokens num_predict n_predict max_output_tokens "
+    "max_new_tokens max_completion_tokens max_length".split()
 )
 """Names of unknown fields that are refused, of OpenAI's API and of other servers'."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -269,6 +271,10 @@ def rows(*embeddings: object) -> tuple[int, object]:
         (rows([1.0, 2.0], [1.0]), "no vector"),
         (rows(["a"], ["b"]), "no vector"),
         (rows([1.0], [float("nan")]), "no vector"),
+        (rows([1.0], [1e300]), "no vector"),
+        ((200, b'{"data": ' + b"[" * 100_000), "something else"),
+        ((200, b" " * (2**25 + 1)), "more than 33554432 bytes for 2 texts"),
+        ((500, b" " * (2**25 + 1)), "more than 33554432 bytes for 2 texts"),
     ],
 )  # fmt: skip
 def test_what_an_endpoint_may_return(
@@ -278,6 +284,13 @@ def test_what_an_endpoint_may_return(
     with pytest.raises(EmbeddingFailed, match=said) as raised:
         of(server, "sk-secret").embed(["a", "b"])
     assert "sk-secret" not in str(raised.value)
+
+
+def test_a_compressed_response_is_not_unpacked(server: EmbeddingServer) -> None:
+    server.headers = {"content-encoding": "gzip"}
+    server.answer = lambda texts: (200, gzip.compress(json.dumps(rows([1.0])[1]).encode()))
+    with pytest.raises(EmbeddingFailed, match="something else"):
+        of(server).embed(["a"])
 
 
 def test_an_endpoint_without_a_key_says_where_it_is_sent(server: EmbeddingServer) -> None:
@@ -392,9 +405,11 @@ def test_chromas_model(monkeypatch: pytest.MonkeyPatch) -> None:
         return [np.array([3.0, 4.0], np.float32) for _ in input]
 
     monkeypatch.setattr(ONNXMiniLM_L6_V2, "__call__", call)
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     embedding = LearnedEmbedding(EmbeddingName.given("chroma", None))
     assert np.allclose(embedding.embed(["a", "b"]), [[0.6, 0.8]] * 2)
     assert np.allclose(embedding.embed_question("a"), [0.6, 0.8])
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"  # nothing is reported to onnxruntime's maker
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,11 @@ def acts(shown: str) -> list[str]:
 
 def test_nothing_of_a_document_acts_on_the_terminal(town: Path, tiny: str) -> None:
     """Neither its text nor its name, nor what a model repeats of it."""
-    (town / "evil\x1b[2J.txt").write_text(f"Who? {ACTING} {RECORDS[0].text}", newline="")
+    (town / "evil\x1b[2J\nforged.txt").write_text(f"Who? {ACTING} {RECORDS[0].text}", newline="")
     ran("ingest", str(town), "--model", tiny)
     asked = ("ask", f"Who? {ACTING}", "--model", tiny, "--max-new-tokens", "20")
     shown = ran(*asked, "--top-k", "7")
-    assert "red" in shown and "evil\N{REPLACEMENT CHARACTER}[2J.txt" in shown
+    assert "red" in shown and "evil\ufffd[2J\ufffdforged.txt" in shown
     assert not acts(shown) and "\u202e" not in shown
     assert not acts(ran(*asked, "--compare", "recompute,reuse"))
 

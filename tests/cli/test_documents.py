@@ -188,6 +188,15 @@ def test_what_is_damaged_is_named_or_is_text(suffix: str, content: bytes, tmp_pa
         assert suffix in (".html", ".csv", ".eml")
 
 
+def test_a_name_of_several_lines_forges_none(tmp_path: Path, tiny: str) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "good.md").write_text(MILL)
+    (tmp_path / "docs" / "bad\nskipped good.pdf").write_bytes(b"no document")
+    result = run("ingest", str(tmp_path / "docs"), "--model", tiny)
+    assert "bad\ufffdskipped good.pdf: it cannot be read" in result.stderr
+    assert "\nskipped good" not in result.stderr
+
+
 def test_a_folder_of_documents(tmp_path: Path, tiny: str) -> None:
     folder = tmp_path / "docs"
     folder.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -235,6 +236,14 @@ def one_line(folder: Path) -> Path:
     return path
 
 
+def all_characters(folder: Path) -> Path:
+    """Text in UTF-8 with each character that there is, but for two bytes."""
+    path = folder / "characters.txt"
+    known = (*range(0x80, 0xD800), *range(0xE000, 0x110000))
+    path.write_bytes("".join(map(chr, known)).encode() + b"\xff\xff")
+    return path
+
+
 def sparse_text(folder: Path) -> Path:
     path = folder / "sparse.txt"
     with path.open("wb") as file:
@@ -254,7 +263,7 @@ def reader() -> Iterator[DocumentReader]:
         of_itself, many_states, compressed_twice, nested_forms, docx_of_spaces, wide_csv,
         deep_html, sparse_text, unicode_range, scattered_characters, docx_of_paragraphs,
         workbook_of_spaces, workbook_of_no_cells, book_of_spaces, nested_mail, nested_notebook,
-        nested_json, one_line,
+        nested_json, one_line, all_characters,
     ],
 )  # fmt: skip
 def test_a_hostile_file_is_read_or_named_and_the_next_one_is_read(
@@ -314,6 +323,17 @@ def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
         assert "mill" in reader.read(tmp_path / "good.html").text
         (process,) = {*active_children()} - of_others
     assert not process.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shows what a process has loaded")
+def test_reading_loads_nothing_that_reports_over_the_network(tmp_path: Path) -> None:
+    (tmp_path / "good.html").write_text(GOOD)
+    of_others = {*active_children()}
+    with DocumentReader.opened(LIMITS) as reader:
+        reader.read(tmp_path / "good.html")
+        (process,) = {*active_children()} - of_others
+        loaded = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "numpy" in loaded and "onnxruntime" not in loaded
 
 
 TEXT = "Größe und Preis: 5 € für zwei Stück.\nLe café coûte 3 € à l’hôtel."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,13 +24,14 @@ class EmbeddingServer:
     """What the endpoint was asked, and what it says.
 
     requests: bodies; keys: their ``authorization``. answers: status and body of a response, made of
-    the texts; None for `vector` of each.
+    the texts; None for `vector` of each. headers: further ones of each response.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.headers: dict[str, str] = {}
         self.answer: Callable[[Sequence[str]], tuple[int, object]] | None = None
 
     def reply(self, body: dict[str, Any], key: str | None) -> tuple[int, object]:
@@ -52,14 +53,18 @@ def embedding_server() -> Iterator[EmbeddingServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            status, said = 404, {"error": self.path}
+            status: int = 404
+            said: object = {"error": self.path}
             if self.path == "/v1/embeddings":
                 status, said = served.reply(body, self.headers["authorization"])
             content = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(content)))
+            for name, value in served.headers.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            with suppress(ConnectionError):  # of a client that has read enough
+                self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
             pass
