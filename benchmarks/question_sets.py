@@ -4,8 +4,9 @@ A set is written ``FILE[@FORM][:FIRST-LAST]``. FORM says how its documents becom
 
 - a number such as ``5``: the question's own paragraphs, so many at most;
 - ``512x4``: its documents joined, split as LlamaIndex does into chunks of 512 tokens, 4 retrieved;
-- ``words4``: 4 of all paragraphs of the set's questions, as ``samkv ask`` finds them by BM25, the
-  best first; ``words4last``: the best last; ``hashed4``: nearest by hashed words;
+- ``words4``: 4 of all paragraphs of the set's questions, or of all chunks of its packages, as
+  ``samkv ask`` finds them by BM25, the best first; ``words4last``: the best last; ``hashed4``:
+  those that are nearest by hashed words;
 - left out, for records that name a package: the description of the package as it is installed,
   split as LangChain does by default (1,000 characters, overlap 200); 4 retrieved from all packages
   that the file names.
@@ -97,10 +98,16 @@ def _set_of(spec: str) -> list[Asked]:
     if is_found:
         way, count, order = is_found.groups()
         kind = f"{count} found by {way}, best {order or 'first'}"
-        asked = [one for path in paths for one in load(path)[first - 1 : last]]
-        found, (first, last) = _found(asked, way, int(count), order == "last"), (1, len(asked))
+        if "package" in _first_record(path):
+            of_packages, texts = _of_packages(path)
+            asked = of_packages[first - 1 : last]
+        else:
+            asked = [one for path in paths for one in load(path)[first - 1 : last]]
+            texts = _distinct(text for one in asked for text in one.documents)
+        found = _found(asked, texts, way, int(count), order == "last")
+        first, last = 1, len(asked)
     elif "package" in _first_record(path):
-        kind, found = f"{RETRIEVED} x 1,000 characters", _of_packages(path)
+        kind, found = f"{RETRIEVED} x 1,000 characters", _of_packages(path)[0]
     elif form and "x" in form:
         size, count = map(int, form.split("x"))
         kind = f"{count} x {size:,} tokens"
@@ -141,9 +148,10 @@ def retrieved(question: str, chunks: Sequence[str], count: int) -> tuple[str, ..
     return tuple(chunks[at] for at in np.argsort(-nearness, kind="stable")[:count])
 
 
-def _found(asked: Sequence[Question], way: str, count: int, is_last: bool) -> list[Question]:
-    """The questions, each over what is found of the paragraphs of all. way: words or hashed."""
-    texts = _distinct(text for one in asked for text in one.documents)
+def _found(
+    asked: Sequence[Question], texts: Sequence[str], way: str, count: int, is_last: bool
+) -> list[Question]:
+    """The questions, each over what is found of ``texts``. way: words or hashed."""
     vectors = HashingEmbedding().embed(texts)
     with TemporaryDirectory() as folder:
         records = Records(open_collection(folder, "paragraphs", create=True))
@@ -177,7 +185,8 @@ def _split(question: Question, size: int, count: int) -> Question:
     return replace(question, documents=retrieved(question.question, chunks, count), supporting=())
 
 
-def _of_packages(path: Path) -> list[Question]:
+def _of_packages(path: Path) -> tuple[list[Question], list[str]]:
+    """The questions over what is found by TF-IDF, and the chunks of all packages."""
     try:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
     except ModuleNotFoundError as error:
@@ -197,7 +206,7 @@ def _of_packages(path: Path) -> list[Question]:
             ) from error
         chunks += splitter.split_text(str(found.get_payload() or found["Description"] or ""))
     chunks = _distinct(chunks)
-    return [
+    asked = [
         Question(
             id=record["id"],
             kind="packages",
@@ -207,6 +216,7 @@ def _of_packages(path: Path) -> list[Question]:
         )
         for record in records
     ]
+    return asked, chunks
 
 
 def _distinct(chunks: Iterable[str]) -> list[str]:
