@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unicodedata import category
 
 from samkv_integrations.chroma.records import Records
@@ -93,6 +94,15 @@ class WordIndex(Database):
     def fill(self, connection: sqlite3.Connection) -> None:
         for page in self._records.pages(self._records.ids(None), ["documents"]):
             _insert(connection, zip(page["ids"], page["documents"] or (), strict=True))
+
+    def rows(self, sql: str, *values: object) -> list[Any]:
+        """The rows of one statement; a damaged index is made anew for it."""
+        try:
+            return super().rows(sql, *values)
+        except StoreError:
+            if self._path is None or self._path.exists():  # it is not damaged, else it is deleted
+                raise
+            return super().rows(sql, *values)
 
     @property
     def exists(self) -> bool:
