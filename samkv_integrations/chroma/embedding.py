@@ -428,7 +428,7 @@ class Embeddings:
         key = os.environ.get(KEY_VARIABLE, "").strip() if name.url in trusted else None
         if key and not (key.isascii() and key.isprintable()):  # the client's error would show it
             raise InvalidOption(
-                f"{KEY_VARIABLE} is no key, because it has characters beyond visible ASCII; set it "
+                f"{KEY_VARIABLE} is not a key: it has characters other than visible ASCII; set it "
                 "to the endpoint's key"
             )
         with self._lock:

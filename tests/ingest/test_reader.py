@@ -7,6 +7,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, repeat
 from multiprocessing import active_children
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -85,18 +86,23 @@ def nested_forms(folder: Path) -> Path:
     return path
 
 
-def docx_of_spaces(folder: Path) -> Path:
-    path = folder / "spaces.docx"
+def docx(path: Path, paragraphs: Iterable[str]) -> Path:
+    """A Word document, the parts of whose paragraphs' XML are given."""
     name = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
     with ZipFile(path, "w", ZIP_DEFLATED) as file:
         file.writestr("[Content_Types].xml", "<Types/>")
         file.writestr("_rels/.rels", "<Relationships/>")
         with file.open("word/document.xml", "w", force_zip64=True) as part:
-            part.write(f'<w:document xmlns:w="{name}"><w:body><w:p><w:r><w:t>'.encode())
-            for _ in range(400):
-                part.write(b" " * 1_000_000)
-            part.write(b"</w:t></w:r></w:p></w:body></w:document>")
+            part.write(f'<w:document xmlns:w="{name}"><w:body>'.encode())
+            for each in paragraphs:
+                part.write(each.encode())
+            part.write(b"</w:body></w:document>")
     return path
+
+
+def docx_of_spaces(folder: Path) -> Path:
+    spaces = repeat(" " * 1_000_000, 400)
+    return docx(folder / "spaces.docx", chain(["<w:p><w:r><w:t>"], spaces, ["</w:t></w:r></w:p>"]))
 
 
 def wide_csv(folder: Path) -> Path:
@@ -132,15 +138,7 @@ def scattered_characters(folder: Path) -> Path:
 
 
 def docx_of_paragraphs(folder: Path) -> Path:
-    path = folder / "paragraphs.docx"
-    name = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
-    with ZipFile(path, "w", ZIP_DEFLATED) as file:
-        file.writestr("[Content_Types].xml", "<Types/>")
-        file.writestr("_rels/.rels", "<Relationships/>")
-        body = "<w:p><w:r><w:t>a</w:t></w:r></w:p>" * 300_000
-        text = f'<w:document xmlns:w="{name}"><w:body>{body}</w:body></w:document>'
-        file.writestr("word/document.xml", text)
-    return path
+    return docx(folder / "paragraphs.docx", ["<w:p><w:r><w:t>a</w:t></w:r></w:p>" * 300_000])
 
 
 def workbook(path: Path, sheet: Iterable[str]) -> None:
