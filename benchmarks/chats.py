@@ -28,7 +28,7 @@ from samkv_integrations.options import AnswerOptions
 from samkv_integrations.prompt.layout import n_in_common
 from samkv_integrations.prompt.reader import Prompt
 from samkv_integrations.report import Report
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.server.app import create_app
 from samkv_integrations.server.run import Server, address_of, listen_on
 from samkv_integrations.server.service import Settings
@@ -93,7 +93,7 @@ class Place:
     store: holds the caches of its chunks. opened: ends with the conversation.
     """
 
-    model: Model
+    model: Runtime
     scheduler: Scheduler
     store: Store
     texts: Sequence[str]

@@ -52,7 +52,7 @@ from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.lab.evaluation import Paired, is_right
 from samkv_integrations.methods import get_method
 from samkv_integrations.methods.base import with_option
-from samkv_integrations.runtimes.transformers.runtime import Model
+from samkv_integrations.runtimes.base import Runtime
 from samkv_integrations.serving.scheduler import Scheduler
 from samkv_integrations.store.memory import MemoryStore
 
@@ -101,6 +101,7 @@ KEPT, PLAIN = "kept", "match_text=False"
 NOTHING_KEPT = "auto, nothing kept"
 WAYS: Mapping[str, Way] = {
     TRUTH: partial(EngineChat, method="recompute"),
+    "reuse": partial(EngineChat, method="reuse"),
     "auto": EngineChat,
     "auto, matched_again=0": partial(
         EngineChat, method=with_option(get_method("auto"), "recompute.matched_again=0")
@@ -117,7 +118,7 @@ FRONT_ENDS: Mapping[str, Mapping[str, Way]] = {
 
 
 def measured(
-    model: Model, scheduler: Scheduler, conversation: Conversation, ways: Mapping[str, Way], *,
+    model: Runtime, scheduler: Scheduler, conversation: Conversation, ways: Mapping[str, Way], *,
     searches_again: bool,
 ) -> Iterator[Row]:  # fmt: skip
     """A row for each turn and way."""
@@ -139,13 +140,16 @@ def measured(
 
 
 def run(
-    model: str, dtype: str, output: Path, asked: Sequence[Conversation],
+    model: str, dtype: str, runtime: str, output: Path, asked: Sequence[Conversation],
     kinds: Mapping[str, Mapping[str, Way]],
 ) -> list[Row]:  # fmt: skip
     """All rows of the conversations, measured now or before. kinds: ways of each front end."""
-    loaded = loaded_model(model, "auto", dtype)
+    loaded = loaded_model(model, "auto", dtype, runtime)
     scheduler, place, version = Scheduler.of(loaded, None), hardware(loaded), commit()
-    with Journal(output, {"model": re.split(r"[/\\]", model)[-1], "dtype": dtype}) as journal:
+    settings = {"model": re.split(r"[/\\]", model)[-1], "dtype": loaded.dtype_name}
+    if runtime != "transformers":
+        settings |= {"runtime": runtime, "build": loaded.build}
+    with Journal(output, settings) as journal:
         wanted: dict[tuple[str, str], list[tuple[str, str]]] = {
             (kind, one.id): [
                 (f"{kind} {one.id} {turn}", label)
@@ -210,7 +214,11 @@ def answer_tables(rows: Sequence[Row], labels: Sequence[str]) -> str:
 
     columns = ("way", *(f"turn {turn}" for turn in turns), "all", "computed later", "first s later")
     tables = [markdown_table(columns, [list(cells(label)) for label in labels])]
-    found = {other: paired(rows, "auto", other) for other in labels if other != "auto"}
+    found = {
+        other: paired(rows, "auto", other)
+        for other in labels
+        if "auto" in labels and other != "auto"
+    }
     pairs = [
         [f"auto / {other}", f"{one.lost}, {one.won}", one.points] for other, one in found.items()
     ]
@@ -264,6 +272,7 @@ def time_table(rows: Sequence[Row]) -> str:
 ModelName = Annotated[str, typer.Option(help="Hub id, folder, GGUF file or 'smollm2'.")]
 File = Annotated[Path, typer.Option(help="JSON Lines, as data/conversations.jsonl.")]
 Dtype = Annotated[str, typer.Option(help="Of the model.")]
+Runs = Annotated[str, typer.Option(help="What runs the model, such as llama_cpp.")]
 Most = Annotated[int | None, typer.Option(help="At most so many conversations.")]
 
 
@@ -271,13 +280,23 @@ def answers(
     model: ModelName,
     conversations: File = CONVERSATIONS,
     most: Most = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help=f"One of {'; '.join(WAYS)}. Again for more.")
+    ] = None,
     dtype: Dtype = "bfloat16",
+    runtime: Runs = "transformers",
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(".samkv/conversations"),
 ) -> None:
     """Right answers of every question, by turn."""
+    labels = way or list(WAYS)
+    for label in labels:
+        if label not in WAYS:
+            raise UnknownOption.among("way", label, WAYS)
     asked = conversations_of(conversations, most)
-    rows = run(model, dtype, output, asked, {"engine": WAYS})
-    typer.echo(answer_tables(rows, list(WAYS)))
+    rows = run(
+        model, dtype, runtime, output, asked, {"engine": {each: WAYS[each] for each in labels}}
+    )
+    typer.echo(answer_tables(rows, labels))
 
 
 def times(
@@ -288,6 +307,7 @@ def times(
     conversations: File = CONVERSATIONS,
     most: Most = 20,
     dtype: Dtype = "bfloat16",
+    runtime: Runs = "transformers",
     output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path(
         ".samkv/conversation_times"
     ),
@@ -298,7 +318,7 @@ def times(
         if name not in FRONT_ENDS:
             raise UnknownOption.among("front end", name, FRONT_ENDS)
     asked = conversations_of(conversations, most)
-    rows = run(model, dtype, output, asked, {name: FRONT_ENDS[name] for name in names})
+    rows = run(model, dtype, runtime, output, asked, {name: FRONT_ENDS[name] for name in names})
     typer.echo(time_table(rows))
 
 
@@ -310,7 +330,9 @@ def pooled(
         {**row, "conversation": f"{folder} {row['conversation']}"}
         for folder in runs for row in rows_of(folder)
     ]  # fmt: skip
-    typer.echo(answer_tables(rows, list(WAYS)))
+    answered = [{row["label"] for row in rows if row["conversation"].startswith(f"{folder} ")}
+                for folder in runs]  # fmt: skip
+    typer.echo(answer_tables(rows, [way for way in WAYS if all(way in each for each in answered)]))
 
 
 app = command_line(answers, times, pooled)

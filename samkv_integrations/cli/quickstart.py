@@ -18,7 +18,6 @@ from samkv_integrations.cli.ask import answer_row, retrieved, with_ratios
 from samkv_integrations.cli.formatting import Row, count, ratio, seconds
 from samkv_integrations.cli.loading import Index, Ingested, require_model
 from samkv_integrations.errors import EmptyInput, InvalidOption, MissingExtra, ModelNotFound
-from samkv_integrations.ingest.documents import read_text
 from samkv_integrations.ingest.finding import find_documents
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ COMPARED = (FULL, "reuse", DEFAULT)
 SMOLLM2 = "smollm2"
 
 CHUNK_TOKENS = 512
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 24
+TOP_K, TOP_K_OF_ARCHIVE = 4, 5
 
 PARAGRAPHS = Path("examples/paragraphs")
 ARCHIVE = Path("examples/town_archive")
@@ -54,8 +54,8 @@ def quickstart(
 ) -> None:  # fmt: skip
     """The whole way: index documents, ask about them, compare the methods.
 
-    The documents are paragraphs of Wikipedia, in chunks of 512 tokens. Without the model smollm2 it
-    runs the built-in model over documents that this one can read.
+    The documents are paragraphs of Wikipedia, and easy questions about them. Without the model
+    smollm2 it runs the built-in model over documents that this one can read.
     """
     require_model(model)
     samples = _samples_of(model, documents)
@@ -91,7 +91,7 @@ def quickstart(
         f"{count(read.n_files, 'document')}, {count(done.n_records, 'chunk')} in Chroma: "
         f"{done.n_cached} prefilled now, {done.n_hit} already cached in {folder / 'kv'}"
     )
-    top_k = 5 if model == BUILTIN else 2  # the archive's documents are shorter than a chunk
+    top_k = TOP_K_OF_ARCHIVE if model == BUILTIN else TOP_K
     # a first answer is slow
     texts, _, prompt = retrieved(link, questions[0].question, top_k, None)
     engine.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
@@ -134,23 +134,11 @@ def _samples_of(model: str, given: Path | None) -> Path:
 
 
 def _read(folder: Path, model: Runtime) -> ChunkPage:
-    """The chunks of a folder; sample paragraphs are joined, so that chunks have a usual length.
-
-    Raises EmptyInput if there is no text.
-    """
-    from samkv_integrations.ingest.chunks import ChunkPage, ChunkReader
-    from samkv_integrations.ingest.splitting import split
+    """The chunks of a folder. Raises EmptyInput if there is no text."""
+    from samkv_integrations.ingest.chunks import ChunkReader
 
     files = find_documents([folder]).files
-    if folder != PARAGRAPHS:
-        read = ChunkReader(files, model, CHUNK_TOKENS).all()
-    else:
-        whole = "\n\n".join(read_text(file).strip() for file in files)
-        texts = split(whole, ".txt", model, CHUNK_TOKENS)
-        read = ChunkPage(
-            ids=[f"paragraphs#{number}" for number in range(len(texts))], texts=texts,
-            rows=[{"source": "paragraphs"} for _ in texts], n_files=1, n_bytes=len(whole),
-        )  # fmt: skip
+    read = ChunkReader(files, model, CHUNK_TOKENS).all()
     if not read.texts:
         raise EmptyInput(f"no text in {count(len(files), 'document')}; give some with text")
     return read

@@ -45,18 +45,21 @@ def asked(folder: Path, job: str, *more: str) -> tuple[str, list[Row]]:
 def test_every_question_counts_for_every_way(tmp_path: Path) -> None:
     _, first = asked(tmp_path, "answers", "--most", "1")
     shown, rows = asked(tmp_path, "answers")
-    labels = ["recompute", "auto", "auto, matched_again=0", "auto, nothing kept"]
+    labels = ["recompute", "reuse", "auto", "auto, matched_again=0", "auto, nothing kept"]
     assert rows[: len(first)] == first  # a run goes on
     keys = {(row["conversation"], row["turn"], row["label"]) for row in rows}
     assert keys == {
         (name, turn, way) for name in ("one", "two") for turn in (1, 2) for way in labels
     }
-    assert len(rows) == len(keys) == 16
+    assert len(rows) == len(keys) == 20
     assert all(row["commit"] and row["hardware"]["cpu"] for row in rows)
     for row in rows:  # what a way has in memory it does not compute
         is_follow_up = row["turn"] == 2 and row["label"] != "auto, nothing kept"
         assert (row["computed_tokens"] < row["prompt_tokens"] / 2) or not is_follow_up, row
     assert "| auto / recompute |" in shown and "of 4 |" in shown
+    (tmp_path / "some").mkdir()
+    some, _ = asked(tmp_path / "some", "answers", "--way", "auto", "--way", "recompute")
+    assert "| auto / recompute |" in some and "reuse" not in some
     both = ran("conversations", "pooled", tmp_path / "answers", tmp_path / "answers")
     assert "of 8 |" in both and "| auto / auto, nothing kept |" in both
 
