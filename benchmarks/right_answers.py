@@ -84,7 +84,7 @@ class Judged:
         self._prompt = self.question.prompt(chat=engine.model.has_chat_template)
         engine.cache_chunks(self._documents)
 
-    def _asked(self, candidate: Candidate, work: Callable[[Request], _Made]) -> _Made:
+    def asked_of(self, candidate: Candidate, work: Callable[[Request], _Made]) -> _Made:
         """What ``work`` makes of the request, in the model's thread."""
         engine = self.engine
         with engine.resolve(self._prompt, self._documents) as resolved:
@@ -96,7 +96,7 @@ class Judged:
 
     def rows(self, candidates: Sequence[Candidate], *, is_timed: bool) -> list[Row]:
         """A row for each candidate, the first being full prefill."""
-        answers = [self._asked(each, partial(_Answer, each.label)) for each in candidates]
+        answers = [self.asked_of(each, partial(_Answer, each.label)) for each in candidates]
         run, gold = self.engine.scheduler.run, self.question.answers
         decoded = partial(_decode, most=self.question.max_new_tokens)
         if is_timed:
@@ -112,9 +112,9 @@ class Judged:
             row["entropy_first"] = float(entropy(answer.logits))
         if is_timed:
             along = partial(force, follow=full.tokens[:FOLLOWED])
-            theirs = _tensor(self._asked(candidates[0], along)[0])
+            theirs = _tensor(self.asked_of(candidates[0], along)[0])
             for row, candidate in zip(rows, candidates, strict=True):
-                mine = _tensor(self._asked(candidate, along)[0])
+                mine = _tensor(self.asked_of(candidate, along)[0])
                 row["kl_along"] = float(kl(theirs, mine).mean())
         return rows
 
