@@ -448,7 +448,7 @@ class Engine:
         caller asked, for its timeout (`time.perf_counter`); None for now. owner: who asks.
         """
         times = Times(began=time.perf_counter() if began is None else began)
-        method, mask = settings.method or self.method, None
+        method, mask = (settings.method or self.method).for_model(self.model.n_parameters), None
         given = self.eviction if settings.eviction is None else settings.eviction
         rule, end_ids = get_eviction(given), self.model.end_ids(settings.stop_ids)
         if settings.json_schema is not None:

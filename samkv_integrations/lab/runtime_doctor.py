@@ -127,11 +127,12 @@ def speed_advice(engine: Engine) -> Check:
     """Measures costs, and tells the shortest context, in chunks, for which `auto` uses caches."""
     costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
     lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
+    method = METHODS["auto"].for_model(engine.model.n_parameters)
     verdict = "auto does full prefill, which is faster at any length"
     for n_tokens in lengths:
         chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
         layout = Layout([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
-        if not is_whole(METHODS["auto"], costs, layout):
+        if not is_whole(method, costs, layout):
             verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
             break
     kept = "not kept (give --dir to keep them)"

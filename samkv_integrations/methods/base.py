@@ -105,6 +105,10 @@ class Recompute(ABC):
     def check_layer(self) -> int | None:
         return None
 
+    def for_model(self, n_parameters: int) -> Recompute:
+        """The rule for a model of so many parameters (0 if unknown); itself if all use the same."""
+        return self
+
     @abstractmethod
     def choose(self, layout: Layout) -> Mask:
         """(Tctx,) bool; a token is ignored at layers that do not keep its block. Pure."""
@@ -206,6 +210,10 @@ class Method:
             and self.attend is None
             and self.positions == "global"
         )
+
+    def for_model(self, n_parameters: int) -> Method:
+        """The method for a model of so many parameters (0 if unknown)."""
+        return replace(self, recompute=self.recompute.for_model(n_parameters))
 
     @property
     def whole_if_faster(self) -> bool:

@@ -57,6 +57,40 @@ class GuidedRecompute(Recompute):
         return matching_segments(layout, SEGMENT, most, given) & ~given
 
 
+LARGE = 10**9
+"""Parameters from which a model needs less recomputed. Measured at .5 and 1.5 billion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRecompute(Recompute):
+    """`GuidedRecompute` with the numbers of tokens that suit the model's size.
+
+    Models of `LARGE` parameters or more: the first 4 tokens of each chunk, and no segments. All
+    others: the defaults of `GuidedRecompute`. A number that is not None counts for every model.
+    """
+
+    first: int | None = None
+    matched: int | None = None
+    matched_again: int | None = None
+
+    def __post_init__(self) -> None:
+        self.for_model(0)  # checks the numbers
+
+    def for_model(self, n_parameters: int) -> GuidedRecompute:
+        small, large = GuidedRecompute(), GuidedRecompute(first=4, matched=0)
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(large if n_parameters >= LARGE else small, **given)
+
+    def most_ratio(self, n_context: int, n_chunks: int) -> float:
+        return self.for_model(0).most_ratio(n_context, n_chunks)
+
+    def choose(self, layout: Layout) -> Mask:
+        return self.for_model(0).choose(layout)
+
+    def choose_again(self, layout: Layout, given: Mask) -> Mask:
+        return self.for_model(0).choose_again(layout, given)
+
+
 def matching_segments(layout: Layout, size: int, most: int, given: Mask) -> Mask:
     """(Tctx,) bool: segments of chunks that share rare tokens with the question. Ours, after BM25.
 
@@ -99,7 +133,8 @@ SAMKV_GUIDED = Method(
     recompute=GuidedRecompute(),
 )  # fmt: skip
 AUTO = replace(
-    SAMKV_GUIDED, name="auto", else_way="samkv-guided",
-    summary="samkv-guided, or full prefill where that is faster",
+    SAMKV_GUIDED, name="auto", else_way="samkv-guided", recompute=AutoRecompute(),
+    summary="samkv-guided, or full prefill where that is faster; models of a billion parameters "
+    "or more recompute only the first 4 tokens of each chunk",
 )  # fmt: skip
 """The default. The reason is measured: docs/results/right_answers.md."""

@@ -250,6 +250,11 @@ class Runtime(ModelText):
     token_kv_bytes: int
 
     @property
+    def n_parameters(self) -> int:
+        """Numbers in the model's weights; 0, the default, if it is not known."""
+        return 0
+
+    @property
     def device_name(self) -> str:
         """The device, such as ``cpu`` or ``cuda:0``."""
         return "cpu"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from samkv_integrations import Engine
 from samkv_integrations.errors import InvalidOption
 from samkv_integrations.methods import METHODS, names_by_tokens
+from samkv_integrations.methods.base import with_option
+from samkv_integrations.methods.guided import LARGE, GuidedRecompute
 from tests.contracts.runtime_contract import CHAT, PROMPT, TEXTS, RuntimeContract
 from tests.support.table_runtime import TableRuntime
 
@@ -49,6 +52,33 @@ def test_a_conversation_over_caches_goes_on_from_memory(engine: Engine) -> None:
     second = engine.generate(turns)
     assert second.report.prefix_tokens > first.report.prompt_tokens
     assert second.text == Engine(TableRuntime(), method="recompute").generate(turns).text
+
+
+class Large(TableRuntime):
+    """Of the same answers, and with more parameters."""
+
+    n_parameters = LARGE
+
+
+@pytest.mark.parametrize(
+    ("runtime", "options", "first", "matched"),
+    [(TableRuntime, {}, 8, 96), (Large, {}, 4, 0), (Large, {"first": 9}, 9, 0),
+     (Large, {"matched": 32}, 4, 32), (TableRuntime, {"first": 4, "matched": 0}, 4, 0)],
+)  # fmt: skip
+def test_auto_recomputes_what_suits_the_models_size(
+    runtime: type[TableRuntime], options: dict[str, int], first: int, matched: int
+) -> None:
+    """Unless an option says how much. Without a comparison of times, as the prompt is short."""
+    auto = replace(METHODS["auto"], else_way="")
+    for name, number in options.items():
+        auto = with_option(auto, f"recompute.{name}={number}")
+    own = replace(METHODS["samkv-guided"], recompute=GuidedRecompute(first=first, matched=matched))
+    engine, reports = Engine(runtime(), prefix_bytes=0), []
+    engine.cache_chunks(TEXTS)
+    for method in (auto, own):
+        reports.append(engine.generate(PROMPT, method=method, max_new_tokens=4).report)
+    assert reports[0].recompute_ratio == reports[1].recompute_ratio > 0
+    assert reports[0].uncached_tokens == reports[1].uncached_tokens
 
 
 @pytest.mark.parametrize("options", [{"method": "samkv-fusion"}, {"eviction": "h2o"}])

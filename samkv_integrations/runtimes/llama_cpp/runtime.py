@@ -109,6 +109,10 @@ class LlamaCppModel(LlamaText, Runtime):
         return self.context.device_name
 
     @property
+    def n_parameters(self) -> int:
+        return self.context.n_parameters
+
+    @property
     def build(self) -> str:
         """The build of llama.cpp that runs it."""
         return self.context.binding.build

@@ -139,6 +139,12 @@ class LayeredModel(ModelText):
         return n_numbers
 
     @property
+    def n_parameters(self) -> int:
+        """Numbers in the weights of all layers, and in the embedding."""
+        embedding: Any = self.hf.get_input_embeddings()
+        return self.n_layers * self.layer_parameters + int(embedding.weight.numel())
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
