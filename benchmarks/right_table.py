@@ -150,6 +150,21 @@ def draw(groups: Mapping[str, Sequence[Row]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def renamed(rows: Sequence[Row], call: str) -> list[Row]:
+    """The rows, those of one run and label under another label. call: ``RUN:LABEL=NEW``.
+
+    Raises InvalidOption if the run has no such label.
+    """
+    run, _, labels = call.partition(":")
+    label, _, new = labels.rpartition("=")
+    if not any(row["run"] == run and row["label"] == label for row in rows):
+        raise InvalidOption(f"--call {call!r}: give RUN:LABEL=NEW, of a run that has the label")
+    kept = [row for row in rows if (row["run"], row["label"]) != (run, new)]
+    return [
+        {**row, "label": new} if (row["run"], row["label"]) == (run, label) else row for row in kept
+    ]
+
+
 def right_table(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, a model each.")],
     methods: Annotated[
@@ -159,12 +174,20 @@ def right_table(
     by_kind: Annotated[
         bool, typer.Option(help="A table by kind of use and by model, too.")
     ] = False,
+    call: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="RUN:LABEL=NEW: a label of one run under another name, instead of its own."
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture, .png or .svg.")] = None,
 ) -> None:
     """Right answers of runs of `right_answers`, pooled, by model and by kind of use."""
     if half not in ("choose", "report", "all"):
         raise InvalidOption(f"half={half!r}; allowed: choose, report, all")
     rows = [row for run in runs for row in rows_of(run) if half in (row["half"], "all")]
+    for each in call or ():
+        rows = renamed(rows, each)
     labels = [TRUTH, *(each.strip() for each in methods.split(",") if each.strip())]
     if not methods:
         labels += [row["label"] for row in rows]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.commands import TRUTH
 from benchmarks.question_sets import PACKAGES, questions_of
-from benchmarks.right_table import rows_of, summarise
+from benchmarks.right_table import renamed, rows_of, summarise
 from samkv_integrations.errors import InvalidOption
 from tests.bench.running import ran
 
@@ -91,6 +91,18 @@ def test_a_run_goes_on_with_the_rows_that_are_there(tmp_path: Path) -> None:
     before = file.read_text()
     ran("right_answers", *asked(tmp_path, methods="reuse"))  # nothing is left to do
     assert file.read_text() == before
+
+
+def test_a_label_of_one_run_can_stand_for_another(tmp_path: Path) -> None:
+    ran("right_answers", *asked(tmp_path, methods="reuse,auto"))
+    rows = rows_of(tmp_path / "run")
+    found = renamed(rows, "run:reuse=auto")
+    assert summarise(found, [TRUTH, "auto"])[1] == (
+        summarise(rows, [TRUTH, "reuse"])[1] | {"label": "auto"}
+    )
+    assert {row["label"] for row in found} == {TRUTH, "auto"}
+    with pytest.raises(InvalidOption, match="has the label"):
+        renamed(rows, "run:other=auto")
 
 
 @pytest.mark.slow  # splits the descriptions of a few dozen packages into chunks
