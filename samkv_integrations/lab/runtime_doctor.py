@@ -124,7 +124,7 @@ def _largest(numbers: Any) -> float:  # noqa: ANN401
 
 
 def speed_advice(engine: Engine) -> Check:
-    """Measures costs, and tells the shortest context, in chunks, for which `auto` uses caches."""
+    """Measures costs, and tells from which context `auto` uses caches, and how."""
     costs, chunk = engine.calibrate(), BlockScheme().of(CHUNK_TOKENS)
     lengths = range(CHUNK_TOKENS, min(engine.model.context_window, LONGEST_TOKENS), CHUNK_TOKENS)
     method = METHODS["auto"].for_model(engine.model.n_parameters)
@@ -133,7 +133,12 @@ def speed_advice(engine: Engine) -> Check:
         chunks = [ChunkPart.whole(chunk, at) for at in range(0, n_tokens, CHUNK_TOKENS)]
         layout = Layout([0] * (n_tokens + QUESTION_TOKENS), chunks, ())
         if not is_whole(method, costs, layout):
-            verdict = f"auto uses caches in contexts of {n_tokens} tokens or more"
+            options = (f"{name}={value}" for name, value in vars(method.recompute).items())
+            verdict = (
+                f"auto uses caches in contexts of {n_tokens} tokens or more, with "
+                f"{', '.join(options)} as suits {engine.model.n_parameters / 1e9:.2g} billion "
+                "parameters"
+            )
             break
     kept = "not kept (give --dir to keep them)"
     if engine.store.path is not None:

@@ -32,6 +32,13 @@ FORMS = PromptForms.load()
 N = 24
 
 
+def test_its_parameters_are_counted() -> None:
+    """All but those of biases and of the last norm, by which methods do not choose."""
+    model = builtin()
+    n_all = sum(each.numel() for each in model.hf.parameters())
+    assert 0.99 * n_all < model.n_parameters <= n_all
+
+
 def right(items: list[Item], *variants: Variant) -> list[float]:
     """Share of right answers of each variant."""
     found = answers(builtin(), items, variants, "test")

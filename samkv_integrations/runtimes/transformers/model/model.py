@@ -140,7 +140,7 @@ class LayeredModel(ModelText):
 
     @property
     def n_parameters(self) -> int:
-        """Numbers in the weights of all layers, and in the embedding."""
+        """Numbers in the weights of layers and embedding; those of biases are left out."""
         embedding: Any = self.hf.get_input_embeddings()
         return self.n_layers * self.layer_parameters + int(embedding.weight.numel())
 
