@@ -47,7 +47,9 @@ def doctor(
     loaded = load_runtime(model, device=device, dtype=dtype, **of_runtime.of_runtime(model))
     kv = kv_dir or (folder and folder / "kv")
     store = None if kv is None else ChunkStore(kv)
-    checks = list(tqdm(examine(loaded, store), desc="checking", unit="check", leave=False))
+    checks = list(
+        tqdm(examine(loaded, store), desc="checking", unit="check", leave=False, disable=None)
+    )
     failed = [check.name for check in checks if not check.ok]
     words = [(check.name, "ok" if check.ok else "failed", check.detail) for check in checks]
     if failed:

@@ -97,7 +97,7 @@ def quickstart(
     engine.generate(prompt, texts, method="reuse", max_new_tokens=ANSWER_TOKENS)
     rows: list[Row] = []
     is_shown = False
-    for one in tqdm(questions, desc="asking", leave=False):
+    for one in tqdm(questions, desc="asking", leave=False, disable=None):
         texts, sources, prompt = retrieved(link, one.question, top_k, None)
         gold, mine = one.answers, list[Row]()
         for name in COMPARED:
