@@ -41,7 +41,7 @@ PRINTED = {  # by the snippets of a page, one after the other
         "samkv.read\nsamkv.wait\nsamkv.load\nsamkv.select\nsamkv.load\nsamkv.blend\nsamkv.decode\n"
         "chat builtin hits=1\na query",
     ),
-    "tune": ("reuse quest\nGuidedRecompute(first=48",),
+    "tune": ("reuse quest\nAutoRecompute(first=48",),
     "troubleshooting": ("1 0 False", "1 1 True"),
 }
 
