@@ -28,6 +28,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from samkv_integrations.server.tenancy import ApiKeys
 
@@ -76,9 +77,7 @@ def parsed(given: Mapping[str, Any]) -> ServerOptions:
         for each in value if isinstance(value, list) else [value]:
             is_switch = str(each).lower() == "true"
             flags += [f"--{name}"] if is_switch else [f"--{name}", str(each)]
-    options: ServerOptions = _command().main(
-        flags, prog_name="samkv serve", standalone_mode=False
-    )
+    options: ServerOptions = _command().main(flags, prog_name="samkv serve", standalone_mode=False)
     return options
 
 
@@ -141,11 +140,10 @@ class Replica:
         keep_freed_memory()
         spare_memory()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-        context: Any = get_runtime_context()
-        n_cpus = int(context.get_assigned_resources().get("CPU", 1))
-        index = replace(options.index, n_threads=options.index.n_threads or max(1, n_cpus))
+        index = replace(options.index, n_threads=options.index.n_threads or _n_cpus())
         self._tenancy, settings = replace(options, index=index).opened(keys)
         self._app = create_app(self._tenancy, keys, settings)
+        self._app.add_middleware(_OneRequestId)
         shorten_pauses()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -157,3 +155,25 @@ class Replica:
 
         if self._tenancy.scheduler.pass_s > STUCK_S:
             raise ClusterError(f"a pass of the model has taken more than {STUCK_S} s")
+
+
+def _n_cpus() -> int:
+    """The CPUs that Ray has given this replica, at least one."""
+    context: Any = get_runtime_context()
+    return max(1, int(context.get_assigned_resources().get("CPU", 1)))
+
+
+class _OneRequestId:
+    """Leaves the header x-request-id out, because Ray's proxies add the same one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_others(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = [each for each in message["headers"] if each[0] != b"x-request-id"]
+                message = {**message, "headers": named}
+            await send(message)
+
+        await self._app(scope, receive, send_others)
