@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.app import keep_freed_memory
+from samkv_integrations.cli.app import UsageError, keep_freed_memory
 from samkv_integrations.cli.loading import Answering, Embedded, Index
 from samkv_integrations.cli.serve import KEYS_VARIABLE, ServerOptions, Serving
 from samkv_integrations.errors import ClusterError, InvalidOption, MissingExtra, SamkvError
@@ -54,45 +54,50 @@ def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
             f"{min(address)}={given[min(address)]!r}: Ray's proxies listen, and not the replicas; "
             "give http_options in the config file, or to 'serve start'"
         )
-    options = parsed(given)
-    keys = options.keys()
+    options, keys = parsed(given)
     if not keys:
         raise InvalidOption(
             "no API keys, and Ray's proxies may listen for other machines; give api-keys=FILE, or "
             f"the variable {KEYS_VARIABLE}"
         )
+    of_router: Any = Router  # Ray's own type for it is wrong
     deployment = serve.deployment(
         name=NAME, max_ongoing_requests=MOST_REQUESTS,
         graceful_shutdown_timeout_s=options.serving.grace,
         ray_actor_options={"num_cpus": options.index.n_threads or 1},
-        request_router_config=RequestRouterConfig(request_router_class=Router),
+        request_router_config=RequestRouterConfig(request_router_class=of_router),
     )  # fmt: skip
     return deployment(serve.ingress()(Replica)).bind(options, keys, mark_of(options.index))
 
 
-def parsed(given: Mapping[str, Any]) -> ServerOptions:
-    """The options of a server from their names and values."""
+def parsed(given: Mapping[str, Any]) -> tuple[ServerOptions, ApiKeys]:
+    """The options of a server, from their names and values, and the API keys."""
     flags = []
     for name, value in given.items():
         for each in value if isinstance(value, list) else [value]:
             is_switch = str(each).lower() == "true"
             flags += [f"--{name}"] if is_switch else [f"--{name}", str(each)]
-    options: ServerOptions = _command().main(flags, prog_name="samkv serve", standalone_mode=False)
-    return options
+    commands = typer.Typer()
+    commands.command(cls=args.Command)(args.with_flags(_read))
+    command: Any = typer.main.get_command(commands)
+    try:
+        found: tuple[ServerOptions, ApiKeys] = command.main(flags, standalone_mode=False)
+    except UsageError as error:
+        raise InvalidOption(
+            f"{error.format_message()} The options are those of 'samkv serve --help'"
+        ) from error
+    return found
 
 
-def _command() -> Any:  # noqa: ANN401
-    """A command with the flags of ``samkv serve`` that only reads them."""
-
-    def read(
-        index: Index, options: EngineOptions, serving: Serving, answering: Answering,
-        embedded: Embedded,
-    ) -> ServerOptions:  # fmt: skip
-        return ServerOptions(index, options, serving, answering, embedded)
-
-    commands = typer.Typer(add_completion=False)
-    commands.command(cls=args.Command)(args.with_flags(read))
-    return typer.main.get_command(commands)
+def _read(
+    index: Index,
+    options: EngineOptions,
+    serving: Serving,
+    answering: Answering,
+    embedded: Embedded,
+) -> Any:  # noqa: ANN401 - `with_flags` evaluates it
+    read = ServerOptions(index, options, serving, answering, embedded)
+    return read, read.keys()
 
 
 def mark_of(index: Index) -> str:
