@@ -27,9 +27,6 @@ except ImportError as error:
     raise MissingExtra.of(error.name or "ray", "ray") from error
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
     from samkv_integrations.server.tenancy import ApiKeys
 
 NAME = "samkv"
@@ -131,7 +128,7 @@ class Replica:
     """
 
     def __init__(self, options: ServerOptions, keys: ApiKeys, mark: str) -> None:
-        from samkv_integrations.server.app import create_app
+        from samkv_integrations.server.app import OneRequestId, create_app
         from samkv_integrations.server.run import shorten_pauses, spare_memory
 
         here = platform.node()
@@ -148,10 +145,10 @@ class Replica:
         index = replace(options.index, n_threads=options.index.n_threads or _n_cpus())
         self._tenancy, settings = replace(options, index=index).opened(keys)
         self._app = create_app(self._tenancy, keys, settings)
-        self._app.add_middleware(_OneRequestId)
+        self._app.add_middleware(OneRequestId)
         shorten_pauses()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Any:  # noqa: ANN401
         return self._app
 
     def check_health(self) -> None:
@@ -166,19 +163,3 @@ def _n_cpus() -> int:
     """The CPUs that Ray has given this replica, at least one."""
     context: Any = get_runtime_context()
     return max(1, int(context.get_assigned_resources().get("CPU", 1)))
-
-
-class _OneRequestId:
-    """Leaves the header x-request-id out, because Ray's proxies add the same one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_others(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                named = [each for each in message["headers"] if each[0] != b"x-request-id"]
-                message = {**message, "headers": named}
-            await send(message)
-
-        await self._app(scope, receive, send_others)
