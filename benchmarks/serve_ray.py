@@ -23,6 +23,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -68,8 +69,10 @@ def serve_ray(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:  # fmt: skip
     """Conversations with replicas on Ray Serve, which may be killed."""
-    loaded = loaded_model(model, "cpu", "auto", runtime)
+    loaded = loaded_model(model, "cpu", "float32", runtime)
     given = {"model": model, "runtime": runtime, "method": "reuse"}
+    if runtime == "transformers":
+        given["dtype"] = "float32"
     rows = []
     with tempfile.TemporaryDirectory() as name, WorkerPool(n_workers=1).connected():
         engine = Engine(loaded, ChunkStore(Path(name) / "kv"), method="reuse", prefix_bytes=0)
@@ -131,7 +134,9 @@ class Server:
 
         self.folder, self.given = folder, given
         self.cluster = ray.get_runtime_context().gcs_address
-        self.url, self.name = "http://127.0.0.1:8765", ""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url, self.name = f"http://127.0.0.1:{self.port}", ""
 
     def deploy(self, n_replicas: int, n_threads: int) -> None:
         """Change the server to this number of replicas, and wait until all of them answer."""
@@ -139,7 +144,7 @@ class Server:
 
         lines = ";".join(f"{key} '{namespace}'" for namespace, key in KEYS.items())
         config = {
-            "proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": 8765},
+            "proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": self.port},
             "applications": [{
                 "name": "samkv", "import_path": "samkv_integrations.cli.ray:app",
                 "args": self.given | {"dir": str(self.folder), "n-threads": n_threads},

@@ -6,7 +6,7 @@ import logging
 import platform
 import random
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,9 +14,10 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.app import UsageError, keep_freed_memory
 from samkv_integrations.cli.loading import Answering, Embedded, Index
-from samkv_integrations.cli.serve import KEYS_VARIABLE, ServerOptions, Serving
-from samkv_integrations.errors import ClusterError, InvalidOption, MissingExtra, SamkvError
+from samkv_integrations.cli.serve import KEYS_VARIABLE, ServerOptions, Serving, asked_by
+from samkv_integrations.errors import ClusterError, Given, InvalidOption, MissingExtra, SamkvError
 from samkv_integrations.options import EngineOptions
+from samkv_integrations.runtimes import runtime_for
 
 try:
     from ray import serve
@@ -93,8 +94,17 @@ def _read(
     answering: Answering,
     embedded: Embedded,
 ) -> Any:  # noqa: ANN401 - `with_flags` evaluates it
-    read = ServerOptions(index, options, serving, answering, embedded)
-    return read, read.keys()
+    keys = ServerOptions(index, options, serving, answering, embedded).keys()
+    # here, once for all replicas, also for those that begin after another ingest
+    index = replace(index, **asdict(index.as_ingested(asked_by(keys))))
+    kind = runtime_for(str(index.model), index.runtime)
+    if index.dtype == "auto" and "dtype" in kind.options:
+        raise InvalidOption(
+            Given("dtype", "auto"),
+            " may choose another dtype in each replica; give 'bfloat16' or 'float32', or ingest "
+            "first, whose dtype is taken",
+        )
+    return ServerOptions(index, options, serving, answering, embedded), keys
 
 
 def mark_of(index: Index) -> str:

@@ -280,7 +280,7 @@ class ServerOptions:
         from samkv_integrations.serving.turns import Limits
 
         index, serving = self.index, self.serving
-        asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
+        asked = asked_by(keys)
         database, embeddings = index.database, self.embedded.embeddings
         for _, wanted in asked:
             embedding = embeddings.of(database.collection(wanted))
@@ -327,3 +327,8 @@ class ServerOptions:
         for tenant in keys.tenants:  # an unusable folder must fail now
             tenancy.engine(tenant).chunks.warn_if_none_fits()
         return tenancy, settings
+
+
+def asked_by(keys: ApiKeys) -> list[tuple[str, str]]:
+    """Namespace and name of each collection that a key may ask."""
+    return [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]

@@ -57,9 +57,10 @@ def test_without_ray_serve_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"host": "0.0.0.0"}, "give http_options"),
         ({"port": 8000}, "give http_options"),
-        ({"dir": "nowhere"}, "nowhere/kv does not exist"),
+        ({"dir": "nowhere", "dtype": "float32"}, "nowhere/kv does not exist"),
         ({"collection": "notes", "dir": "nowhere"}, "nowhere does not exist"),
         ({"api-keys": "keys.txt"}, "are both given; give only one"),
+        ({}, "--dtype=auto may choose another dtype in each replica"),
         ({"timeout": 0}, "--timeout=0.0"),
         ({"model": "./nowhere"}, "./nowhere does not exist"),
     ],
@@ -74,7 +75,10 @@ def test_what_is_refused_before_a_replica_begins(
 
 @pytest.mark.usefixtures("kv")
 def test_names_are_those_of_samkv_serve(ray_module: Any) -> None:
-    given = {"collection": ["a", "b"], "lenient": True, "max-kv": "1GB", "n-threads": 2}
+    given = {
+        "collection": ["a", "b"], "lenient": True, "max-kv": "1GB", "n-threads": 2,
+        "dtype": "float32", "model": "builtin",
+    }  # fmt: skip
     options, keys = ray_module.parsed(given)
     assert not keys
     assert options.serving.collection == ["a", "b"] and options.serving.lenient
@@ -86,12 +90,12 @@ def test_names_are_those_of_samkv_serve(ray_module: Any) -> None:
 @pytest.mark.usefixtures("kv")
 def test_there_must_be_keys(ray_module: Any) -> None:
     with pytest.raises(InvalidOption, match="no API keys"):
-        ray_module.app({})
+        ray_module.app({"dtype": "float32"})
 
 
 @pytest.mark.usefixtures("keys")
 def test_a_replica_must_reach_the_store_of_the_application(ray_module: Any, kv: Path) -> None:
-    options, keys = ray_module.parsed({"n-threads": 1})
+    options, keys = ray_module.parsed({"n-threads": 1, "dtype": "float32"})
     with pytest.raises(ClusterError, match="is another store; give all machines"):
         ray_module.Replica(options, keys, "of another store")
     mark = ray_module.mark_of(options.index)
@@ -102,7 +106,7 @@ def test_a_replica_must_reach_the_store_of_the_application(ray_module: Any, kv: 
 
 @pytest.mark.usefixtures("keys", "kv")
 def test_a_stuck_replica_is_not_healthy(ray_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, keys = ray_module.parsed({"n-threads": 1})
+    options, keys = ray_module.parsed({"n-threads": 1, "dtype": "float32"})
     replica = ray_module.Replica(options, keys, ray_module.mark_of(options.index))
     replica.check_health()
     monkeypatch.setattr(app_module, "STUCK_S", -1)
@@ -135,7 +139,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("served")
     ChunkStore(folder / "kv")
     with WorkerPool(n_workers=1).connected():
-        server = Server(folder, {"method": "reuse"})
+        server = Server(folder, {"method": "reuse", "dtype": "float32"})
         server.deploy(2, 1)
         yield server
         server.end()
@@ -170,7 +174,7 @@ def test_sessions_stay_and_what_another_process_does_holds_for_all_replicas(serv
     other = Engine(builtin(), ChunkStore(served.folder / "kv"), method="reuse")
     other.cache_chunks([text])  # after the replicas have opened the store
     first = {one: ask(served, one, prompt_of(0, one)).json() for one in SESSIONS}
-    assert {one["samkv"]["reused"] for one in first.values()} == {1}
+    assert [one["samkv"] for one in first.values() if one["samkv"]["reused"] != 1] == []
     for name, before in first.items():
         prompt = f"{prompt_of(0, name)}{before['choices'][0]['text']}\n\nQuestion: Who?\nAnswer:"
         report = ask(served, name, prompt).json()["samkv"]
@@ -200,9 +204,9 @@ def test_a_client_that_leaves_ends_its_answer(served: Any) -> None:
 
     with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as stream:
         assert next(stream.iter_lines()).startswith("data: {")
-        assert "samkv_requests_running 1.0" in figures()
-    wait_until(lambda: "samkv_requests_running 0.0" in figures(), "the answer has ended")
-    assert 'samkv_requests_total{path="/v1/completions",status="499"} 1.0' in figures()
+    left = 'samkv_requests_total{path="/v1/completions",status="499"} 1.0'
+    wait_until(lambda: left in figures(), "the answer has ended")
+    assert "samkv_requests_running 0.0" in figures()
 
 
 @pytest.mark.slow
