@@ -62,6 +62,7 @@ COLUMNS = (
     "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "token_p50_s", "wait_p50_s", "ttft_ratio",
 )  # fmt: skip
 QUESTION_TOKENS = 12
+EMPTY = "an answer without text"
 TEXTS_A_REQUEST = 8
 """Chunks that one request has cached: some seconds of the model's time."""
 
@@ -227,7 +228,7 @@ async def ask(
     except httpx.HTTPError as error:
         return {"error": f"{type(error).__name__} {error}"}
     if not moments:
-        return {"error": "an answer without text"}
+        return {"error": EMPTY}
     n_later = usage["completion_tokens"] - 1
     return {
         "error": None, "text": text, "report": report,

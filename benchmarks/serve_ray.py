@@ -43,7 +43,7 @@ from benchmarks import options as own
 from benchmarks.commands import command_line, loaded_model, time_table
 from benchmarks.datasets import load
 from benchmarks.run_settings import machine
-from benchmarks.serve import ask, percentile
+from benchmarks.serve import EMPTY, ask, percentile
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli import formatting
 from samkv_integrations.cli.formatting import Row
@@ -303,11 +303,16 @@ class Chaos:
             rights = iter(expected[talk.prompt, method])
             for question in talk.questions:
                 prompt += turn(question)
-                while (done := await ask_session(
-                    http, self.server, f"{client}-{number}", prompt, method, self.most
-                ))["error"]:  # fmt: skip
+                while True:
+                    done = await ask_session(
+                        http, self.server, f"{client}-{number}", prompt, method, self.most
+                    )
+                    if done["error"] in (None, EMPTY):
+                        break
                     self.errors[done["error"][:120]] += 1
                     await asyncio.sleep(1)
+                if done["error"]:  # a model may end at once
+                    break
                 self.counted["answers"] += 1
                 self.counted["full_turns"] += done["report"]["prefix_tokens"] < before / 2
                 if (right := next(rights, None)) is not None:
