@@ -19,6 +19,7 @@ BENCHMARKS = {
     "ask": "CPU seconds of a `samkv ask` before its model computes, and its memory",
     "ingest": "what caching chunks costs, in plain forwards",
     "serve": "throughput and latencies of a server under load, methods side by side",
+    "serve_ray": "conversations with replicas on Ray Serve, of which some are killed",
     "answer_grid": "whole answers against plain transformers' generate, or llama.cpp's loop",
     "decoding": "right answers and seconds with and without drafts",
     "step": "a later token, against llama.cpp's loop, or the sum of its matrix products",

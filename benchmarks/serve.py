@@ -62,6 +62,7 @@ COLUMNS = (
     "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "token_p50_s", "wait_p50_s", "ttft_ratio",
 )  # fmt: skip
 QUESTION_TOKENS = 12
+EMPTY = "an answer without text"
 TEXTS_A_REQUEST = 8
 """Chunks that one request has cached: some seconds of the model's time."""
 
@@ -202,12 +203,14 @@ async def measured(
         return rows
 
 
-async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Row:
+async def ask(
+    http: httpx.AsyncClient, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Row:
     """One request, streamed; what it took, or why it has no complete answer (``error``)."""
     body = {**body, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    began, moments, usage, report = time.perf_counter(), [], {}, {}
+    began, moments, usage, report, text = time.perf_counter(), [], {}, {}, ""
     try:
-        async with http.stream("POST", "completions", json=body) as response:
+        async with http.stream("POST", "completions", json=body, headers=headers) as response:
             if response.status_code != 200:
                 return {"error": f"{response.status_code} {(await response.aread())[:300]!r}"}
             async for line in response.aiter_lines():
@@ -216,18 +219,20 @@ async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Row:
                 part = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
                 if "error" in part:
                     return {"error": str(part["error"])}
-                if any(choice.get("text") for choice in part.get("choices") or ()):
+                if new := "".join(one.get("text", "") for one in part.get("choices") or ()):
                     moments.append(time.perf_counter())
+                    text += new
                 usage, report = part.get("usage") or usage, part.get("samkv") or report
             else:
                 return {"error": "the stream ended before its [DONE]"}
     except httpx.HTTPError as error:
         return {"error": f"{type(error).__name__} {error}"}
     if not moments:
-        return {"error": "an answer without text"}
+        return {"error": EMPTY}
     n_later = usage["completion_tokens"] - 1
     return {
-        "error": None, "ttft_s": moments[0] - began, "wait_s": report["wait_s"],
+        "error": None, "text": text, "report": report,
+        "ttft_s": moments[0] - began, "wait_s": report["wait_s"],
         "token_s": (moments[-1] - moments[0]) / n_later if n_later else None,
         "ran": report["ran"], "completion_tokens": usage["completion_tokens"],
         "prompt_tokens": usage["prompt_tokens"],

@@ -29,7 +29,7 @@ USER_ERROR = 2
 """Exit code of an error of the user."""
 
 
-_UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's copy of it
+UsageError: Any = typer.BadParameter.__base__  # of click, or of typer's copy of it
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def _in_one_line() -> Iterator[None]:
         if error.name not in ("torch", "transformers"):
             raise
         said = str(MissingExtra.of(error.name, "transformers"))
-    except _UsageError as error:
+    except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # this only shows the help
             raise
         command = error.ctx.command_path.split()[1:] if error.ctx else ()

@@ -81,7 +81,7 @@ class Command(typer.core.TyperCommand):
 # -- groups of flags ----------------------------------------------------------------------------
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command for typer, with the groups among its parameters as flags."""
     parameters = inspect.signature(command, eval_str=True).parameters
     groups = {
@@ -92,11 +92,11 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     flags += chain(*groups.values())
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**given: Any) -> Any:  # noqa: ANN401
         for name, of_group in groups.items():
             filled = {each.name: given.pop(each.name) for each in of_group}
             given[name] = parameters[name].annotation(**filled)
-        command(**given)
+        return command(**given)
 
     by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in flags]
     run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,15 @@ from samkv_integrations.cli.loading import Answering, Embedded, Index
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
+
+if TYPE_CHECKING:
+    from samkv_integrations.server.service import Settings
+    from samkv_integrations.server.tenancy import ApiKeys, Tenancy
+
+if TYPE_CHECKING:
+    from samkv_integrations.server.service import Settings
+    from samkv_integrations.server.tenancy import ApiKeys, Tenancy
+    from samkv_integrations.serving.turns import Limits
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
@@ -88,15 +97,65 @@ class Serving:
             ) from error
 
 
-def serve(
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """What a server is made of, in plain values, so that any process can make the same one.
+
+    index: with the settings of the ingest. options: of every engine. keys: their digests.
+    """
+
+    index: Index
+    options: EngineOptions
+    embedded: Embedded
+    keys: ApiKeys
+    limits: Limits
+    settings: Settings
+
+    def tenancy(self) -> Tenancy:
+        """The model, loaded, and an engine for each namespace.
+
+        Raises, before the model is loaded, for collections that cannot be asked; then for a model
+        or a folder that cannot be used.
+        """
+        from samkv_integrations.engine import kept_budget
+        from samkv_integrations.runtimes import load_runtime
+        from samkv_integrations.server.tenancy import Tenancy
+        from samkv_integrations.serving.fairness import FairTurns
+        from samkv_integrations.serving.scheduler import Scheduler
+
+        index, tenants = self.index, self.keys.tenants
+        database, embeddings = index.database, self.embedded.embeddings
+        names = [name for tenant in tenants for name in tenant.collections]
+        for name in names:
+            embedding = embeddings.of(database.collection(name))
+            if embedding is not None:
+                embedding.embed_question("a question")  # loads it, and fails now if it must
+        database.check(names)  # here, where a crash would come again
+        for tenant in tenants:
+            own = replace(index, namespace=tenant.namespace)
+            own.require_own_records(database, tenant.collections)
+        model = str(index.model)
+        loaded = load_runtime(
+            model, device=index.device, dtype=str(index.dtype), **index.of_runtime(model)
+        )
+        # equal parts, so that no namespace affects the times of another
+        n_parts, options = len({tenant.namespace for tenant in tenants}), self.options.copy()
+        options["hot_bytes"] = loaded.hot_budget(options.get("hot_bytes")) // n_parts
+        options["prefix_bytes"] = kept_budget(loaded, options.get("prefix_bytes")) // n_parts
+        tenancy = Tenancy(
+            Scheduler(loaded, self.limits, turns=FairTurns), index.folder, index.remote,
+            kv_dir=index.kv, database=database, embeddings=embeddings, **options,
+        )  # fmt: skip
+        for tenant in tenants:  # an unusable folder must end the command now
+            tenancy.engine(tenant).chunks.warn_if_none_fits()
+        return tenancy
+
+
+def server_of(
     index: Index, options: EngineOptions, serving: Serving, answering: Answering,
     embedded: Embedded,
-) -> None:  # fmt: skip
-    """Serve OpenAI's API: chat completions, completions, and questions about collections.
-
-    Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
-    describes further options.
-    """
+) -> Server:  # fmt: skip
+    """The server that these options ask for. Raises for wrong ones, and without the extra."""
     # raises before slow imports
     text = serving.keys_text
     check_options(EngineOptions, options)
@@ -106,23 +165,14 @@ def serve(
     if serving.collection:
         index.require_folder()
 
-    from samkv_integrations.engine import kept_budget
-    from samkv_integrations.runtimes import load_runtime
-    from samkv_integrations.serving.fairness import FairTurns
-    from samkv_integrations.serving.scheduler import Scheduler
     from samkv_integrations.serving.turns import Limits
 
     try:
-        from samkv_integrations.server.app import create_app
-        from samkv_integrations.server.run import listen_on, run
         from samkv_integrations.server.service import Settings
-        from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
+        from samkv_integrations.server.tenancy import ApiKeys, Tenant
     except ImportError as error:
         raise MissingExtra.of(error.name or "fastapi", "server") from error
 
-    limits = Limits(
-        max_batch=serving.max_batch, max_waiting=serving.max_waiting, max_kv_bytes=max_kv
-    )
     collections = tuple(serving.collection or ())
     keys = ApiKeys(text, Tenant(namespace=index.namespace, collections=collections))
     if serving.api_keys is not None and not keys:
@@ -130,29 +180,126 @@ def serve(
             f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it out"
         )
     asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
-    database, embeddings = index.database, embedded.embeddings
     for _, wanted in asked:
-        embedding = embeddings.of(database.collection(wanted))
-        if embedding is not None:
-            embedding.embed_question("a question")  # loads it, and fails now if it must
+        index.database.collection(wanted)
     ingested = index.as_ingested(asked)
     model = ingested.model
-    of_engines: EngineOptions = {
-        **options, "method": answering.chosen, "eviction": answering.rule,
-        "store_bits": ingested.store_bits,
-    }  # fmt: skip
-    settings = Settings(
-        model_name=serving.name or (Path(model).resolve().name if Path(model).exists() else model),
-        most_tokens=serving.max_tokens, timeout_s=serving.timeout,
-        logs_prompts=serving.log_prompts, max_body_bytes=max_body,
-        cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
+    return Server(
+        index=replace(index, **vars(ingested)),
+        options={
+            **options, "method": answering.chosen, "eviction": answering.rule,
+            "store_bits": ingested.store_bits,
+        },
+        embedded=embedded,
+        keys=keys,
+        limits=Limits(
+            max_batch=serving.max_batch, max_waiting=serving.max_waiting, max_kv_bytes=max_kv
+        ),
+        settings=Settings(
+            model_name=serving.name
+            or (Path(model).resolve().name if Path(model).exists() else model),
+            most_tokens=serving.max_tokens, timeout_s=serving.timeout,
+            logs_prompts=serving.log_prompts, max_body_bytes=max_body,
+            cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
+        ),
     )  # fmt: skip
 
-    def say(at: str) -> None:
-        typer.echo(f"samkv: serving {settings.model_name} on {at}/v1", err=True)
+
+def serve(
+    index: Index, options: EngineOptions, serving: Serving, answering: Answering,
+    embedded: Embedded,
+) -> None:  # fmt: skip
+    """Serve OpenAI's API: chat completions, completions, and questions about collections.
+
+    Texts of cached chunks are found in prompts, so that clients need no change. docs/server.md
+    describes further options.
+    """
+    given = ServerOptions(index, options, serving, answering, embedded)
+    keys = given.keys()
+
+    try:
+        from samkv_integrations.server.app import create_app
+        from samkv_integrations.server.run import listen_on, run
+    except ImportError as error:
+        raise MissingExtra.of(error.name or "fastapi", "server") from error
 
     # before the model, which loads slowly
     with listen_on(serving.host, serving.port, keys) as listening:
+        tenancy, settings = given.opened(keys)
+
+        def say(at: str) -> None:
+            typer.echo(f"samkv: serving {settings.model_name} on {at}/v1", err=True)
+
+        run(create_app(tenancy, keys, settings), listening, serving.grace, say)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options of a server, which can be pickled."""
+
+    index: Index
+    options: EngineOptions
+    serving: Serving
+    answering: Answering
+    embedded: Embedded
+
+    def keys(self) -> ApiKeys:
+        """The API keys. Raises, before slow imports, for these and other options that are wrong."""
+        serving, index = self.serving, self.index
+        text = serving.keys_text
+        check_options(EngineOptions, self.options)
+        check_options(AnswerOptions, {"timeout": serving.timeout})
+        for name, size in (("max_kv", serving.max_kv), ("max_body", serving.max_body)):
+            if size is not None:
+                bytes_of(name, size)
+        if serving.collection:
+            index.require_folder()
+
+        from samkv_integrations.server.tenancy import ApiKeys, Tenant
+
+        collections = tuple(serving.collection or ())
+        keys = ApiKeys(text, Tenant(namespace=index.namespace, collections=collections))
+        if serving.api_keys is not None and not keys:
+            raise InvalidOption(
+                f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it "
+                "out"
+            )
+        return keys
+
+    def opened(self, keys: ApiKeys) -> tuple[Tenancy, Settings]:
+        """Check the collections, load the model, and open the store of each namespace.
+
+        Raises InvalidOption or StoreError if one of them cannot be used.
+        """
+        from samkv_integrations.engine import kept_budget
+        from samkv_integrations.runtimes import load_runtime
+        from samkv_integrations.server.service import Settings
+        from samkv_integrations.server.tenancy import Tenancy
+        from samkv_integrations.serving.fairness import FairTurns
+        from samkv_integrations.serving.scheduler import Scheduler
+        from samkv_integrations.serving.turns import Limits
+
+        index, serving = self.index, self.serving
+        asked = asked_by(keys)
+        database, embeddings = index.database, self.embedded.embeddings
+        for _, wanted in asked:
+            embedding = embeddings.of(database.collection(wanted))
+            if embedding is not None:
+                embedding.embed_question("a question")  # loads it, and fails now if it must
+        ingested = index.as_ingested(asked)
+        model = ingested.model
+        of_engines: EngineOptions = {
+            **self.options, "method": self.answering.chosen, "eviction": self.answering.rule,
+            "store_bits": ingested.store_bits,
+        }  # fmt: skip
+        is_path = Path(model).exists()
+        settings = Settings(
+            model_name=serving.name or (Path(model).resolve().name if is_path else model),
+            most_tokens=serving.max_tokens, timeout_s=serving.timeout,
+            logs_prompts=serving.log_prompts,
+            max_body_bytes=bytes_of("max_body", serving.max_body),
+            cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
+        )  # fmt: skip
         database.check([wanted for _, wanted in asked])  # here, where a crash would come again
         for tenant in keys.tenants:
             own = replace(index, namespace=tenant.namespace)
@@ -164,6 +311,10 @@ def serve(
         of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts
         kept = kept_budget(loaded, of_engines.get("prefix_bytes"))
         of_engines["prefix_bytes"] = kept // n_parts
+        max_kv = None if serving.max_kv is None else bytes_of("max_kv", serving.max_kv)
+        limits = Limits(
+            max_batch=serving.max_batch, max_waiting=serving.max_waiting, max_kv_bytes=max_kv
+        )
         tenancy = Tenancy(
             Scheduler(loaded, limits, turns=FairTurns),
             index.folder,
@@ -173,6 +324,11 @@ def serve(
             embeddings=embeddings,
             **of_engines,
         )
-        for tenant in keys.tenants:  # an unusable folder must end the command now
+        for tenant in keys.tenants:  # an unusable folder must fail now
             tenancy.engine(tenant).chunks.warn_if_none_fits()
-        run(create_app(tenancy, keys, settings), listening, serving.grace, say)
+        return tenancy, settings
+
+
+def asked_by(keys: ApiKeys) -> list[tuple[str, str]]:
+    """Namespace and name of each collection that a key may ask."""
+    return [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]

@@ -280,3 +280,19 @@ class Guard:
                 413, f"the body has more than {self._max_body_bytes} bytes; send less, or start "
                 "the server with a larger --max-body", code="body_too_large",
             )  # fmt: skip
+
+
+class OneRequestId:
+    """ASGI middleware that leaves the header x-request-id out, as Ray's proxies add it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_others(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = [each for each in message["headers"] if each[0] != b"x-request-id"]
+                message = {**message, "headers": named}
+            await send(message)
+
+        await self._app(scope, receive, send_others)

@@ -62,7 +62,7 @@ OWNERS = {
     **dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), {"server"}),
     "llama_index": {"connectors"},
     "opentelemetry": {"serving"},
-    "ray": {"ingest"},
+    "ray": {"cli", "ingest"},
     **dict.fromkeys(("langchain", "langchain_chroma", "langchain_core"), {"connectors"}),
 }
 """Top-level package -> what alone may import it."""
@@ -278,7 +278,7 @@ def test_importing_needs_no_extra_and_changes_nothing() -> None:
     """In a process of its own: here other tests have made engines, which do register."""
     extras = ("llama_index", "langchain_core", "chromadb", "sklearn", "scipy",
               "semantic_text_splitter", "matplotlib", "ray")  # fmt: skip
-    modules = [m for m in SOURCES if room(m) != "connectors" and m not in OF_A_GPU]
+    modules = [m for m in SOURCES if room(m) != "connectors" and m not in APART]
     found = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL.format(extras=extras, modules=modules)],
         cwd=ROOT,
@@ -290,8 +290,9 @@ def test_importing_needs_no_extra_and_changes_nothing() -> None:
     assert not found.stdout
 
 
-OF_A_GPU = {f"{PACKAGE}.runtimes.transformers.entries.triton_kernels"}
-"""Needs Triton, which comes with torch's CUDA builds; imported where there is such a device."""
+APART = {f"{PACKAGE}.runtimes.transformers.entries.triton_kernels", f"{PACKAGE}.cli.ray"}
+"""What these need is there when they are imported: Triton, which comes with torch's CUDA builds,
+where there is such a device; and Ray, which imports the other one itself."""
 
 IMPORTED_BY = """
 import importlib, sys
@@ -309,7 +310,7 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - theirs}}))
 def test_the_core_imports_no_cluster_and_no_remote_file_system() -> None:
     """Not even where they are installed: they take seconds, and are of those who ask for them."""
     modules = [m for m in SOURCES if room(m) not in ("connectors", "server")]
-    modules = [m for m in modules if m not in OF_A_GPU]
+    modules = [m for m in modules if m not in APART]
     found = subprocess.run(
         [sys.executable, "-c", IMPORTED_BY.format(modules=modules)],
         cwd=ROOT,
