@@ -73,8 +73,9 @@ def parsed(given: Mapping[str, Any]) -> tuple[ServerOptions, ApiKeys]:
     flags = []
     for name, value in given.items():
         for each in value if isinstance(value, list) else [value]:
-            is_switch = str(each).lower() == "true"
-            flags += [f"--{name}"] if is_switch else [f"--{name}", str(each)]
+            switch = str(each).lower()
+            if switch != "false":
+                flags += [f"--{name}"] if switch == "true" else [f"--{name}", str(each)]
     commands = typer.Typer()
     commands.command(cls=args.Command)(args.with_flags(_read))
     command: Any = typer.main.get_command(commands)

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from samkv_integrations.server.service import Settings
     from samkv_integrations.server.tenancy import ApiKeys, Tenancy
 
-if TYPE_CHECKING:
-    from samkv_integrations.server.service import Settings
-    from samkv_integrations.server.tenancy import ApiKeys, Tenancy
-    from samkv_integrations.serving.turns import Limits
-
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
 
@@ -95,114 +90,6 @@ class Serving:
             raise InvalidOption(
                 f"--api-keys {file} cannot be read ({error}); give a file with a key in each line"
             ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """What a server is made of, in plain values, so that any process can make the same one.
-
-    index: with the settings of the ingest. options: of every engine. keys: their digests.
-    """
-
-    index: Index
-    options: EngineOptions
-    embedded: Embedded
-    keys: ApiKeys
-    limits: Limits
-    settings: Settings
-
-    def tenancy(self) -> Tenancy:
-        """The model, loaded, and an engine for each namespace.
-
-        Raises, before the model is loaded, for collections that cannot be asked; then for a model
-        or a folder that cannot be used.
-        """
-        from samkv_integrations.engine import kept_budget
-        from samkv_integrations.runtimes import load_runtime
-        from samkv_integrations.server.tenancy import Tenancy
-        from samkv_integrations.serving.fairness import FairTurns
-        from samkv_integrations.serving.scheduler import Scheduler
-
-        index, tenants = self.index, self.keys.tenants
-        database, embeddings = index.database, self.embedded.embeddings
-        names = [name for tenant in tenants for name in tenant.collections]
-        for name in names:
-            embedding = embeddings.of(database.collection(name))
-            if embedding is not None:
-                embedding.embed_question("a question")  # loads it, and fails now if it must
-        database.check(names)  # here, where a crash would come again
-        for tenant in tenants:
-            own = replace(index, namespace=tenant.namespace)
-            own.require_own_records(database, tenant.collections)
-        model = str(index.model)
-        loaded = load_runtime(
-            model, device=index.device, dtype=str(index.dtype), **index.of_runtime(model)
-        )
-        # equal parts, so that no namespace affects the times of another
-        n_parts, options = len({tenant.namespace for tenant in tenants}), self.options.copy()
-        options["hot_bytes"] = loaded.hot_budget(options.get("hot_bytes")) // n_parts
-        options["prefix_bytes"] = kept_budget(loaded, options.get("prefix_bytes")) // n_parts
-        tenancy = Tenancy(
-            Scheduler(loaded, self.limits, turns=FairTurns), index.folder, index.remote,
-            kv_dir=index.kv, database=database, embeddings=embeddings, **options,
-        )  # fmt: skip
-        for tenant in tenants:  # an unusable folder must end the command now
-            tenancy.engine(tenant).chunks.warn_if_none_fits()
-        return tenancy
-
-
-def server_of(
-    index: Index, options: EngineOptions, serving: Serving, answering: Answering,
-    embedded: Embedded,
-) -> Server:  # fmt: skip
-    """The server that these options ask for. Raises for wrong ones, and without the extra."""
-    # raises before slow imports
-    text = serving.keys_text
-    check_options(EngineOptions, options)
-    check_options(AnswerOptions, {"timeout": serving.timeout})
-    max_kv = None if serving.max_kv is None else bytes_of("max_kv", serving.max_kv)
-    max_body = bytes_of("max_body", serving.max_body)
-    if serving.collection:
-        index.require_folder()
-
-    from samkv_integrations.serving.turns import Limits
-
-    try:
-        from samkv_integrations.server.service import Settings
-        from samkv_integrations.server.tenancy import ApiKeys, Tenant
-    except ImportError as error:
-        raise MissingExtra.of(error.name or "fastapi", "server") from error
-
-    collections = tuple(serving.collection or ())
-    keys = ApiKeys(text, Tenant(namespace=index.namespace, collections=collections))
-    if serving.api_keys is not None and not keys:
-        raise InvalidOption(
-            f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it out"
-        )
-    asked = [(tenant.namespace, name) for tenant in keys.tenants for name in tenant.collections]
-    for _, wanted in asked:
-        index.database.collection(wanted)
-    ingested = index.as_ingested(asked)
-    model = ingested.model
-    return Server(
-        index=replace(index, **vars(ingested)),
-        options={
-            **options, "method": answering.chosen, "eviction": answering.rule,
-            "store_bits": ingested.store_bits,
-        },
-        embedded=embedded,
-        keys=keys,
-        limits=Limits(
-            max_batch=serving.max_batch, max_waiting=serving.max_waiting, max_kv_bytes=max_kv
-        ),
-        settings=Settings(
-            model_name=serving.name
-            or (Path(model).resolve().name if Path(model).exists() else model),
-            most_tokens=serving.max_tokens, timeout_s=serving.timeout,
-            logs_prompts=serving.log_prompts, max_body_bytes=max_body,
-            cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
-        ),
-    )  # fmt: skip
 
 
 def serve(

@@ -76,12 +76,13 @@ def test_what_is_refused_before_a_replica_begins(
 @pytest.mark.usefixtures("kv")
 def test_names_are_those_of_samkv_serve(ray_module: Any) -> None:
     given = {
-        "collection": ["a", "b"], "lenient": True, "max-kv": "1GB", "n-threads": 2,
-        "dtype": "float32", "model": "builtin",
+        "collection": ["a", "b"], "lenient": True, "log-prompts": False, "max-kv": "1GB",
+        "n-threads": 2, "dtype": "float32", "model": "builtin",
     }  # fmt: skip
     options, keys = ray_module.parsed(given)
     assert not keys
-    assert options.serving.collection == ["a", "b"] and options.serving.lenient
+    assert options.serving.collection == ["a", "b"]
+    assert options.serving.lenient and not options.serving.log_prompts
     assert (options.serving.max_kv, options.index.n_threads) == ("1GB", 2)
     with pytest.raises(InvalidOption, match="--colection"):
         ray_module.parsed({"colection": "a"})
