@@ -12,6 +12,7 @@ from samkv_integrations.cli.app import keep_freed_memory
 BENCHMARKS = {
     "right_answers": "right answers of every method, of all questions: the judge",
     "right_table": "tables and the picture of runs of right_answers, several models pooled",
+    "hesitation": "whether the first token's entropy tells which answers need more work",
     "need": "whether prompts of a user's chunks tell how much a model needs recomputed",
     "conversations": "right answers and seconds of conversations, turn by turn",
     "kvzip": "right answers with the share of KV entries that KVzip keeps",

@@ -24,7 +24,7 @@ from samkv_integrations.lab.evaluation import Paired
 
 COLUMNS = (
     "method", "right", "lost, won", "difference, points (95 %)", "p", "recomputed",
-    "first token", "first token, wall", "whole answer", "KL first, along",
+    "first token", "its mean", "first token, wall", "whole answer", "KL first, along",
 )  # fmt: skip
 
 
@@ -47,8 +47,9 @@ def summarise(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
     """A row for each label, over the questions that all labels have answered.
 
     first, whole: medians of the ratios of CPU seconds to full prefill's; whole answers and
-    kl_along of the questions whose answers were decoded alone. wall: as ``first``, of wall seconds;
-    None for rows of earlier commits, which lack them.
+    kl_along of the questions whose answers were decoded alone. first_mean: the mean of those of
+    ``first``. wall: as ``first``, of wall seconds; None for rows of earlier commits, which lack
+    them.
     """
     by_question: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
@@ -74,6 +75,7 @@ def summarise(rows: Sequence[Row], labels: Sequence[str]) -> list[Row]:
             "label": label, **asdict(paired), "points": paired.points,
             "recomputed": fmean(row["recomputed"] for row in mine),
             "first": median(own["first_s"] / theirs["first_s"] for own, theirs in pairs),
+            "first_mean": fmean(own["first_s"] / theirs["first_s"] for own, theirs in pairs),
             "wall": median(waited) if waited else None,
             "whole": median(timed) if timed else None,
             "kl_first": fmean(row["kl_first"] for row in mine),
@@ -93,7 +95,8 @@ def table(lines: Sequence[Row]) -> str:
             line["label"], f"{line['right']} of {line['questions']}",
             f"{line['lost']}, {line['won']}", line["points"], f"{line['p']:.2f}",
             number(line["recomputed"], ".3f"), number(line["first"], ".3f"),
-            number(line["wall"], ".3f"), number(line["whole"], ".2f"),
+            number(line["first_mean"], ".3f"), number(line["wall"], ".3f"),
+            number(line["whole"], ".2f"),
             f"{number(line['kl_first'], '.3f')}, {number(line['kl_along'], '.3f')}",
         ]
         for line in lines

@@ -213,7 +213,8 @@ class Method:
 
     def for_model(self, n_parameters: int) -> Method:
         """The method for a model of so many parameters (0 if unknown)."""
-        return replace(self, recompute=self.recompute.for_model(n_parameters))
+        recompute = self.recompute.for_model(n_parameters)
+        return self if recompute is self.recompute else replace(self, recompute=recompute)
 
     @property
     def whole_if_faster(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.commands import TRUTH
+from benchmarks.hesitation import hesitation
 from benchmarks.question_sets import PACKAGES, questions_of
 from benchmarks.right_table import renamed, rows_of, summarise
 from samkv_integrations.errors import InvalidOption
@@ -91,6 +92,22 @@ def test_a_run_goes_on_with_the_rows_that_are_there(tmp_path: Path) -> None:
     before = file.read_text()
     ran("right_answers", *asked(tmp_path, methods="reuse"))  # nothing is left to do
     assert file.read_text() == before
+
+
+def test_hesitation_counts_pairs_and_who_goes_on(tmp_path: Path) -> None:
+    """The two that `reuse` loses have entropies 3 and 1, the two that it keeps 2 and 0."""
+    lines = [
+        {"id": str(n), "label": label, "half": "report", "right": right, "entropy_first": entropy}
+        for n, (entropy, kept) in enumerate([(3.0, False), (2.0, True), (1.0, False), (0.0, True)])
+        for label, right in ((TRUTH, True), ("reuse", kept))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = ran("hesitation", tmp_path)
+    assert "of 2 lost and 2 kept answers" in shown and "in 0.75 of all pairs" in shown
+    assert "| 0.00 | 2 | - |" in shown and "| 1.00 | 4 | - |" in shown
+    assert "| 0.50 | 3 | 3.0 |" in shown  # the two of 3 and 2, one of which was lost
+    with pytest.raises(InvalidOption, match="no question with 'auto'"):
+        hesitation(tmp_path, then="auto")
 
 
 def test_a_label_of_one_run_can_stand_for_another(tmp_path: Path) -> None:
