@@ -7,6 +7,7 @@ import platform
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,7 +15,7 @@ import typer
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.app import UsageError, keep_freed_memory
 from samkv_integrations.cli.loading import Answering, Embedded, Index
-from samkv_integrations.cli.serve import KEYS_VARIABLE, ServerOptions, Serving, asked_by
+from samkv_integrations.cli.serve import KEYS_VARIABLE, ServerOptions, Serving
 from samkv_integrations.errors import ClusterError, Given, InvalidOption, MissingExtra, SamkvError
 from samkv_integrations.options import EngineOptions
 from samkv_integrations.runtimes import runtime_for
@@ -34,7 +35,12 @@ NAME = "samkv"
 """Name of the deployment, by which a config file sets the number of replicas."""
 
 MOST_REQUESTS = 1000
-"""Most requests at a replica. Below, ``--max-waiting`` limits those of each key."""
+"""Most requests at a replica, and most that wait for one. ``--max-waiting`` limits each key's."""
+
+_PATHS = ("api-keys", "dir", "kv-dir")
+
+_PERHAPS_PATHS = ("chroma", "embedding", "model")
+"""Options whose value may be a path, and may be a name or a URL."""
 
 
 def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -44,7 +50,8 @@ def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
     are read here, and replicas get their digests.
 
     Raises:
-        InvalidOption: a value is wrong, there is no key, or the store does not exist here.
+        InvalidOption: a value is wrong, there is no key, or the store or a collection does not
+            exist here.
         MissingExtra: the server is not installed.
     """
     if address := {"host", "port"} & {*given}:
@@ -60,7 +67,7 @@ def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
         )
     of_router: Any = Router  # Ray's own type for it is wrong
     deployment = serve.deployment(
-        name=NAME, max_ongoing_requests=MOST_REQUESTS,
+        name=NAME, max_ongoing_requests=MOST_REQUESTS, max_queued_requests=MOST_REQUESTS,
         graceful_shutdown_timeout_s=options.serving.grace,
         ray_actor_options={"num_cpus": options.index.n_threads or 1},
         request_router_config=RequestRouterConfig(request_router_class=of_router),
@@ -70,22 +77,36 @@ def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
 
 def parsed(given: Mapping[str, Any]) -> tuple[ServerOptions, ApiKeys]:
     """The options of a server, from their names and values, and the API keys."""
-    flags = []
-    for name, value in given.items():
-        for each in value if isinstance(value, list) else [value]:
-            switch = str(each).lower()
-            if switch != "false":
-                flags += [f"--{name}"] if switch == "true" else [f"--{name}", str(each)]
-    commands = typer.Typer()
+    commands = typer.Typer(add_completion=False)
     commands.command(cls=args.Command)(args.with_flags(_read))
     command: Any = typer.main.get_command(commands)
+    known = {flag.removeprefix("--"): each for each in command.params for flag in each.opts}
+    flags = [word for name in given for word in _flags(name, given[name], known.get(name))]
     try:
         found: tuple[ServerOptions, ApiKeys] = command.main(flags, standalone_mode=False)
     except UsageError as error:
         raise InvalidOption(
-            f"{error.format_message()} The options are those of 'samkv serve --help'"
+            f"{error.format_message().rstrip('.')}; the options are those of 'samkv serve --help'"
         ) from error
     return found
+
+
+def _flags(name: str, value: Any, option: Any) -> list[str]:  # noqa: ANN401 - of YAML, of typer
+    """An option of the config file, as a command has it. option: None if there is no such one."""
+    if getattr(option, "is_flag", False):
+        if not isinstance(value, bool):
+            raise InvalidOption(f"{name}: {value!r}; give true or false")
+        switch: list[str] = option.opts if value else option.secondary_opts
+        return switch[:1]
+    values = value if isinstance(value, list) else [value]
+    for each in map(str, values):
+        may_be_one = name in _PERHAPS_PATHS and (each.startswith(".") or Path(each).exists())
+        if (may_be_one or name in _PATHS) and not Path(each).is_absolute():
+            raise InvalidOption(
+                f"{name}: {each!r} is relative, and Ray runs replicas in folders of its own; give "
+                "an absolute path"
+            )
+    return [word for each in values for word in (f"--{name}", str(each))]
 
 
 def _read(
@@ -95,9 +116,10 @@ def _read(
     answering: Answering,
     embedded: Embedded,
 ) -> Any:  # noqa: ANN401 - `with_flags` evaluates it
-    keys = ServerOptions(index, options, serving, answering, embedded).keys()
+    given = ServerOptions(index, options, serving, answering, embedded)
+    keys = given.keys()
     # here, once for all replicas, also for those that begin after another ingest
-    index = replace(index, **asdict(index.as_ingested(asked_by(keys))))
+    index = replace(index, **asdict(given.checked(keys)))
     kind = runtime_for(str(index.model), index.runtime)
     if index.dtype == "auto" and "dtype" in kind.options:
         raise InvalidOption(
@@ -105,7 +127,7 @@ def _read(
             " may choose another dtype in each replica; give 'bfloat16' or 'float32', or ingest "
             "first, whose dtype is taken",
         )
-    return ServerOptions(index, options, serving, answering, embedded), keys
+    return replace(given, index=index), keys
 
 
 def mark_of(index: Index) -> str:
@@ -154,7 +176,8 @@ class Replica:
         spare_memory()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         index = replace(options.index, n_threads=options.index.n_threads or _n_cpus())
-        self._tenancy, settings = replace(options, index=index).opened(keys)
+        own = replace(options, index=index)
+        self._tenancy, settings = own.opened(keys, own.checked(keys))
         self._app = create_app(self._tenancy, keys, settings)
         self._app.add_middleware(OneRequestId)
         shorten_pauses()

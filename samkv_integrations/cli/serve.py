@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from samkv_integrations.cli import arguments as args
-from samkv_integrations.cli.loading import Answering, Embedded, Index
+from samkv_integrations.cli.loading import Answering, Embedded, Index, Ingested
 from samkv_integrations.errors import InvalidOption, MissingExtra
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
@@ -103,16 +103,16 @@ def serve(
     """
     given = ServerOptions(index, options, serving, answering, embedded)
     keys = given.keys()
-
     try:
         from samkv_integrations.server.app import create_app
         from samkv_integrations.server.run import listen_on, run
     except ImportError as error:
         raise MissingExtra.of(error.name or "fastapi", "server") from error
 
+    ingested = given.checked(keys)
     # before the model, which loads slowly
     with listen_on(serving.host, serving.port, keys) as listening:
-        tenancy, settings = given.opened(keys)
+        tenancy, settings = given.opened(keys, ingested)
 
         def say(at: str) -> None:
             typer.echo(f"samkv: serving {settings.model_name} on {at}/v1", err=True)
@@ -151,12 +151,34 @@ class ServerOptions:
                 f"--api-keys {serving.api_keys} holds no key; give one in each line, or leave it "
                 "out"
             )
+        if unseen := {*collections} - {name for _, name in asked_by(keys)}:
+            raise InvalidOption(
+                f"--collection {min(unseen)}: every key names a namespace, and so the collections "
+                "that it may ask; add this one to lines of keys, or leave it out"
+            )
         return keys
 
-    def opened(self, keys: ApiKeys) -> tuple[Tenancy, Settings]:
-        """Check the collections, load the model, and open the store of each namespace.
+    def checked(self, keys: ApiKeys) -> Ingested:
+        """The settings of the ingest. Checks collections and methods, before a model is loaded.
 
-        Raises InvalidOption or StoreError if one of them cannot be used.
+        Raises UnknownOption if one does not exist, InvalidOption if it cannot be used.
+        """
+        index, asked = self.index, asked_by(keys)
+        _ = self.answering.chosen, self.answering.rule, self.embedded.embeddings  # each may raise
+        names, database = [name for _, name in asked], index.database
+        for name in names:
+            database.collection(name)
+        database.check(names)  # here, where a crash would come again
+        for tenant in keys.tenants:
+            own = replace(index, namespace=tenant.namespace)
+            own.require_own_records(database, tenant.collections)
+        return index.as_ingested(asked)
+
+    def opened(self, keys: ApiKeys, ingested: Ingested) -> tuple[Tenancy, Settings]:
+        """Load the model, and open the store of each namespace.
+
+        ingested: the result of `checked`. Raises InvalidOption or StoreError if one of them cannot
+        be used.
         """
         from samkv_integrations.engine import kept_budget
         from samkv_integrations.runtimes import load_runtime
@@ -167,13 +189,11 @@ class ServerOptions:
         from samkv_integrations.serving.turns import Limits
 
         index, serving = self.index, self.serving
-        asked = asked_by(keys)
         database, embeddings = index.database, self.embedded.embeddings
-        for _, wanted in asked:
+        for _, wanted in asked_by(keys):
             embedding = embeddings.of(database.collection(wanted))
             if embedding is not None:
                 embedding.embed_question("a question")  # loads it, and fails now if it must
-        ingested = index.as_ingested(asked)
         model = ingested.model
         of_engines: EngineOptions = {
             **self.options, "method": self.answering.chosen, "eviction": self.answering.rule,
@@ -187,10 +207,6 @@ class ServerOptions:
             max_body_bytes=bytes_of("max_body", serving.max_body),
             cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
         )  # fmt: skip
-        database.check([wanted for _, wanted in asked])  # here, where a crash would come again
-        for tenant in keys.tenants:
-            own = replace(index, namespace=tenant.namespace)
-            own.require_own_records(database, tenant.collections)
         of_runtime = index.of_runtime(model) | {"runtime": ingested.runtime}
         loaded = load_runtime(model, device=index.device, dtype=ingested.dtype, **of_runtime)
         # equal parts, so that no namespace affects the times of another

@@ -57,12 +57,20 @@ def test_without_ray_serve_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"host": "0.0.0.0"}, "give http_options"),
         ({"port": 8000}, "give http_options"),
-        ({"dir": "nowhere", "dtype": "float32"}, "nowhere/kv does not exist"),
-        ({"collection": "notes", "dir": "nowhere"}, "nowhere does not exist"),
-        ({"api-keys": "keys.txt"}, "are both given; give only one"),
+        ({"dir": "/nowhere", "dtype": "float32"}, "/nowhere/kv does not exist"),
+        ({"collection": "notes", "dir": "/nowhere"}, "/nowhere does not exist"),
+        ({"collection": "notes"}, "holds no Chroma database"),
+        ({"api-keys": "/keys.txt"}, "are both given; give only one"),
+        ({"dir": ".samkv"}, "dir: '.samkv' is relative"),
+        ({"kv-dir": "kv"}, "kv-dir: 'kv' is relative"),
+        ({"model": "./nowhere"}, "model: './nowhere' is relative"),
+        ({"chroma": ".samkv/kv"}, "chroma: '.samkv/kv' is relative"),
+        ({"lenient": "yes"}, "lenient: 'yes'; give true or false"),
+        ({"max-batch": True}, "Invalid value for '--max-batch'"),
+        ({"method": "reus"}, "did you mean 'reuse'?"),
         ({}, "--dtype=auto may choose another dtype in each replica"),
         ({"timeout": 0}, "--timeout=0.0"),
-        ({"model": "./nowhere"}, "./nowhere does not exist"),
+        ({"model": "/nowhere"}, "/nowhere does not exist"),
     ],
 )
 def test_what_is_refused_before_a_replica_begins(
@@ -76,13 +84,14 @@ def test_what_is_refused_before_a_replica_begins(
 @pytest.mark.usefixtures("kv")
 def test_names_are_those_of_samkv_serve(ray_module: Any) -> None:
     given = {
-        "collection": ["a", "b"], "lenient": True, "log-prompts": False, "max-kv": "1GB",
-        "n-threads": 2, "dtype": "float32", "model": "builtin",
+        "cors-origin": ["http://a", "http://b"], "lenient": True, "log-prompts": False,
+        "max-kv": "1GB", "n-threads": 2, "dtype": "float32", "model": "builtin", "use-mmap": False,
     }  # fmt: skip
     options, keys = ray_module.parsed(given)
     assert not keys
-    assert options.serving.collection == ["a", "b"]
+    assert options.serving.cors_origin == ["http://a", "http://b"]
     assert options.serving.lenient and not options.serving.log_prompts
+    assert options.index.use_mmap is False
     assert (options.serving.max_kv, options.index.n_threads) == ("1GB", 2)
     with pytest.raises(InvalidOption, match="--colection"):
         ray_module.parsed({"colection": "a"})

@@ -146,6 +146,9 @@ def test_a_file_of_keys_and_the_variable(
     assert "holds no key" in error_of("serve", "--api-keys", str(file))
     file.write_text("sk-of-the-red-team red notes\n")
     assert "holds no Chroma database" in error_of("serve", "--api-keys", str(file))
+    (working_folder / ".samkv").mkdir()
+    unseen = error_of("serve", "--api-keys", str(file), "--collection", "letters")
+    assert "--collection letters: every key names a namespace" in unseen
 
 
 def test_lenient_is_a_setting(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
