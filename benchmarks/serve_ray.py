@@ -11,9 +11,10 @@ With ``--minutes`` two replicas then answer for so long, while one is killed in 
 answers, and a third is added. A turn that failed is asked again. Each complete answer of
 `recompute`, and each first one of `reuse`, is compared with that of an engine which answers one by
 one, from the same caches and without memory; a follow-up of `reuse` may recompute other tokens than
-a prompt that is new. Beside them a second tenant has this process cache a text, sessions ask about
-it, it is deleted, by this process or over HTTP, and all ask again: an answer that still has any
-entry of before counts as ``leaked``.
+a prompt that is new. An answer that differs is ``wrong``, unless it leaves the expected one at a
+near-tie (see `near_ties`). Beside them a second tenant has this process cache a text, sessions ask
+about it, it is deleted, by this process or over HTTP, and all ask again: an answer that still has
+any entry of before counts as ``leaked``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks import models
 from benchmarks import options as own
 from benchmarks.commands import command_line, loaded_model, time_table
 from benchmarks.datasets import load
+from benchmarks.near_ties import Expected, expected, noise_of
 from benchmarks.run_settings import machine
 from benchmarks.serve import EMPTY, ask, percentile
 from samkv_integrations import ChunkStore, Engine
@@ -257,8 +259,8 @@ def row_of(n_replicas: int, n_threads: int, turns: Sequence[Row]) -> Row:
 class Chaos:
     """Conversations, a text that is cached and deleted over and over, a killed replica, a new one.
 
-    wrong, leaked: what was answered. full_turns: follow-ups with no more than half of the turn
-    before from memory.
+    wrong, near_ties, leaked: what was answered. full_turns: follow-ups with no more than half of
+    the turn before from memory. noise: see `noise_of`.
     """
 
     server: Server
@@ -267,40 +269,45 @@ class Chaos:
     most: int
     counted: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+    noise: float = 0.0
     wrong: list[str] = field(default_factory=list)
+    near_ties: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
 
     async def run(self, seconds: float) -> Row:
-        expected = {
+        rights = {
             (talk.prompt, method): self.right(talk, method, N_TURNS if method == "recompute" else 1)
             for talk in self.talks for method in METHODS
         }  # fmt: skip
         self.end = time.monotonic() + seconds
         async with opened(self.server) as http, opened(self.server, "other") as other:
-            talking = [self.talk(http, n, expected) for n in range(N_CLIENTS)]
+            talking = [self.talk(http, n, rights) for n in range(N_CLIENTS)]
             await asyncio.gather(*talking, self.delete(other), self.events(seconds))
         return {
             "seconds": seconds, **self.counted, "errors": dict(self.errors),
-            "wrong": len(self.wrong), "leaked": len(self.leaked),
-            "examples": self.wrong[:5] + self.leaked[:5],
+            "wrong": len(self.wrong), "near_ties": len(self.near_ties),
+            "leaked": len(self.leaked), "noise": self.noise,
+            "examples": self.wrong[:5] + self.near_ties[:5] + self.leaked[:5],
         }  # fmt: skip
 
-    def right(self, talk: Talk, method: str, n_turns: int) -> list[str]:
+    def right(self, talk: Talk, method: str, n_turns: int) -> list[Expected]:
         """The answers of the first turns, by an engine that has nothing in memory."""
-        prompt, answers = talk.prompt, list[str]()
+        prompt, prompts, answers = talk.prompt, list[str](), list[Expected]()
         for question in talk.questions[:n_turns]:
             prompt += turn(question)
-            answer = self.engine.generate(prompt, method=method, max_new_tokens=self.most)
-            answers.append(answer.text)
-            prompt += answer.text
+            prompts.append(prompt)
+            answers.append(expected(self.engine, prompt, method, self.most))
+            prompt += answers[-1].text
+        if method == "recompute":
+            self.noise = max(self.noise, noise_of(self.engine, prompts, answers))
         return answers
 
-    async def talk(self, http: httpx.AsyncClient, client: int, expected: Any) -> None:
+    async def talk(self, http: httpx.AsyncClient, client: int, answers: Any) -> None:
         dice, number = random.Random(client), 0
         while time.monotonic() < self.end:
             talk, method = dice.choice(self.talks), dice.choice(METHODS)
             prompt, before, number = talk.prompt, 0, number + 1
-            rights = iter(expected[talk.prompt, method])
+            rights = iter(answers[talk.prompt, method])
             for question in talk.questions:
                 prompt += turn(question)
                 while True:
@@ -317,10 +324,12 @@ class Chaos:
                 self.counted["full_turns"] += done["report"]["prefix_tokens"] < before / 2
                 if (right := next(rights, None)) is not None:
                     self.counted["compared"] += 1
-                    if done["text"] != right:
-                        wrong = f"{method}: {done['text']!r} for {right!r}, {done['report']}"
-                        self.wrong.append(wrong)
-                prompt, before = prompt + (right or done["text"]), done["prompt_tokens"]
+                    if done["text"] != right.text:
+                        near = right.is_near(done["text"], self.engine, self.noise)
+                        said = f"{method}: {done['text']!r} for {right.text!r}, {done['report']}"
+                        (self.near_ties if near else self.wrong).append(said)
+                prompt += done["text"] if right is None else right.text
+                before = done["prompt_tokens"]
 
     async def delete(self, http: httpx.AsyncClient) -> None:
         """Cache a text, ask, delete it, ask again; by turns in this process and over HTTP."""
