@@ -22,7 +22,8 @@ class Report:
     """Figures of one answer.
 
     method, eviction: names; None without eviction. ran: what the engine did: the method's own name,
-        ``recompute`` if it computed the whole prompt, ``prefix`` if all but the cached prefix.
+        of ``auto`` the method that it chose, ``samkv-guided`` or ``epic``; ``recompute`` if it
+        computed the whole prompt, ``prefix`` if all but the cached prefix.
     prompt_tokens: of the whole prompt. context_tokens: the tokens of chunks, in runs of at least
         16. All others are computed as text.
     prefix_tokens: the cached prefix: first tokens whose entries were in memory, from an earlier

@@ -105,6 +105,11 @@ class Recompute(ABC):
     def check_layer(self) -> int | None:
         return None
 
+    @property
+    def way(self) -> str:
+        """The name in reports of a rule that `for_model` has chosen; empty for the method's own."""
+        return ""
+
     def for_model(self, n_parameters: int) -> Recompute:
         """The rule for a model of so many parameters (0 if unknown); itself if all use the same."""
         return self
@@ -214,7 +219,10 @@ class Method:
     def for_model(self, n_parameters: int) -> Method:
         """The method for a model of so many parameters (0 if unknown)."""
         recompute = self.recompute.for_model(n_parameters)
-        return self if recompute is self.recompute else replace(self, recompute=recompute)
+        if recompute is self.recompute:
+            return self
+        else_way = self.else_way and (recompute.way or self.else_way)
+        return replace(self, recompute=recompute, else_way=else_way)
 
     @property
     def whole_if_faster(self) -> bool:

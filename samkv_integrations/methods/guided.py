@@ -39,6 +39,10 @@ class GuidedRecompute(Recompute):
         check_count("matched", self.matched)
         check_count("matched_again", self.matched_again)
 
+    @property
+    def way(self) -> str:
+        return "samkv-guided" if self.matched else "epic"  # which takes no segments
+
     def _most_matched(self, n_context: int) -> int:
         return min(self.matched, n_context // MOST_MATCHED)
 

@@ -105,4 +105,5 @@ def test_its_keys_are_such() -> None:
         everybody,
         Tenant(namespace="tenant-7"),
         Tenant(namespace="tenant-8", collections=("letters",)),
+        Tenant(collections=("letters",)),
     ]

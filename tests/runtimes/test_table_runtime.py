@@ -81,6 +81,17 @@ def test_auto_recomputes_what_suits_the_models_size(
     assert reports[0].uncached_tokens == reports[1].uncached_tokens
 
 
+@pytest.mark.parametrize(
+    ("n_parameters", "setting", "ran"),
+    [(0, "first=8", "samkv-guided"), (LARGE, "first=8", "epic"), (0, "matched=0", "epic"),
+     (LARGE, "matched=96", "samkv-guided")],
+)  # fmt: skip
+def test_reports_name_what_auto_chose(n_parameters: int, setting: str, ran: str) -> None:
+    auto = with_option(METHODS["auto"], f"recompute.{setting}")
+    assert auto.for_model(n_parameters).way == ran
+    assert replace(auto, else_way="").for_model(n_parameters).way == "auto"
+
+
 @pytest.mark.parametrize("options", [{"method": "samkv-fusion"}, {"eviction": "h2o"}])
 def test_what_needs_tensors_is_refused(engine: Engine, options: Any) -> None:
     with pytest.raises(InvalidOption, match="needs the transformers runtime"):
