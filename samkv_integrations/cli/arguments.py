@@ -9,19 +9,23 @@ from __future__ import annotations
 import functools
 import inspect
 import shlex
+from codecs import lookup
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ForwardRef, get_type_hints, is_typeddict
+from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, get_type_hints, is_typeddict
 
 import typer
 import typer.core
 
-from samkv_integrations.errors import Given, SamkvError, shown
-from samkv_integrations.option import declared
+from samkv_integrations.errors import Given, InvalidOption, SamkvError, shown
+from samkv_integrations.option import bytes_of, declared
 from samkv_integrations.options import LlamaCppOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from samkv_integrations.ingest.reader import ReadLimits
 
 BUILTIN = "builtin"
 
@@ -174,6 +178,44 @@ class OfRuntime:
         if model == BUILTIN and self.n_threads is None:
             given["n_threads"] = 1
         return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converting:
+    """The options that say how a file becomes text, and what that may cost."""
+
+    encoding: Annotated[
+        str | None, of_reading(help="Of files of text, such as cp1252. Default: detected.")
+    ] = None
+    max_file: Annotated[str, of_reading(help="Most bytes of a file.")] = "200MB"
+    max_text: Annotated[str, of_reading(help="Most bytes of the text of a file.")] = "50MB"
+    max_pages: Annotated[int, of_reading(min=1, help="Most pages of a PDF.")] = 2000
+    read_seconds: Annotated[
+        float, of_reading(min=0.1, help="Most seconds to convert a file to text.")
+    ] = 60.0
+    read_memory: Annotated[str, of_reading(help="Most memory to convert a file to text.")] = "2GB"
+
+    def __post_init__(self) -> None:
+        if self.encoding is not None:
+            try:
+                lookup(self.encoding)
+            except (LookupError, ValueError) as error:
+                raise InvalidOption(
+                    Given("encoding", self.encoding), "; it must be one that Python knows"
+                ) from error
+
+    @property
+    def limits(self) -> ReadLimits:
+        """Raises InvalidOption if a size is none."""
+        from samkv_integrations.ingest.reader import ReadLimits
+
+        return ReadLimits(
+            file_bytes=bytes_of("max_file", self.max_file),
+            text_bytes=bytes_of("max_text", self.max_text),
+            pages=self.max_pages,
+            seconds=self.read_seconds,
+            memory_bytes=bytes_of("read_memory", self.read_memory),
+        )
 
 
 # absolute, because Chroma remembers a folder by the name with which it was opened

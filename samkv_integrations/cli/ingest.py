@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from codecs import lookup
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
@@ -18,10 +17,10 @@ from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import formatting, tables
 from samkv_integrations.cli.formatting import count
 from samkv_integrations.cli.loading import Collections, Embedded, Index, Ingested, remember
-from samkv_integrations.errors import EmptyInput, Given, InvalidOption
+from samkv_integrations.errors import EmptyInput, InvalidOption
 from samkv_integrations.ingest.documents import CODE
 from samkv_integrations.ingest.finding import Found, find_documents
-from samkv_integrations.option import bytes_of, check_options
+from samkv_integrations.option import check_options
 from samkv_integrations.options import StoreOptions
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from samkv_integrations.frameworks.engine_args import ModelSource
     from samkv_integrations.ingest.chunks import ChunkReader
     from samkv_integrations.ingest.cluster import ClusterIngest, WorkerPool
-    from samkv_integrations.ingest.reader import ReadLimits
     from samkv_integrations.store.disk import ChunkStore
 
 SOME_UNREADABLE = 1
@@ -105,44 +103,10 @@ class OnRay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(args.Converting):
     """The options that say which documents are read, and how."""
 
     code: Annotated[bool, args.of_reading("--code", help=_CODE)] = False
-    encoding: Annotated[
-        str | None, args.of_reading(help="Of files of text, such as cp1252. Default: detected.")
-    ] = None
-    max_file: Annotated[str, args.of_reading(help="Most bytes of a file.")] = "200MB"
-    max_text: Annotated[str, args.of_reading(help="Most bytes of the text of a file.")] = "50MB"
-    max_pages: Annotated[int, args.of_reading(min=1, help="Most pages of a PDF.")] = 2000
-    read_seconds: Annotated[
-        float, args.of_reading(min=0.1, help="Most seconds to convert a file to text.")
-    ] = 60.0
-    read_memory: Annotated[str, args.of_reading(help="Most memory to convert a file to text.")] = (
-        "2GB"
-    )
-
-    def __post_init__(self) -> None:
-        if self.encoding is not None:
-            try:
-                lookup(self.encoding)
-            except (LookupError, ValueError) as error:
-                raise InvalidOption(
-                    Given("encoding", self.encoding), "; it must be one that Python knows"
-                ) from error
-
-    @property
-    def limits(self) -> ReadLimits:
-        """Raises InvalidOption if a size is none."""
-        from samkv_integrations.ingest.reader import ReadLimits
-
-        return ReadLimits(
-            file_bytes=bytes_of("max_file", self.max_file),
-            text_bytes=bytes_of("max_text", self.max_text),
-            pages=self.max_pages,
-            seconds=self.read_seconds,
-            memory_bytes=bytes_of("read_memory", self.read_memory),
-        )
 
 
 def ingest(

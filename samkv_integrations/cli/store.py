@@ -96,15 +96,18 @@ def sync(index: Index, what: Synced, as_json: args.Json = False) -> None:
     tables.report("store sync", model, rows, tables.rows_table(rows, SYNCED), as_json=as_json)
 
 
-def forget(given: Forgotten, caches: Caches, as_json: args.Json = False) -> None:
+def forget(
+    given: Forgotten, caches: Caches, converting: args.Converting, as_json: args.Json = False
+) -> None:
     """Delete the caches and texts of documents, for all models. Loads no model.
 
-    Records stay, so delete them first ('samkv remove'), or their texts are cached again.
+    Records stay, so delete them first ('samkv remove'), or their texts are cached again. Give the
+    options with which the files were ingested.
     """
-    from samkv_integrations.ingest.reader import DocumentReader, ReadLimits
+    from samkv_integrations.ingest.reader import DocumentReader
     from samkv_integrations.store.chunk import normalise
 
-    with DocumentReader.opened(ReadLimits()) as reader:
+    with DocumentReader.opened(converting.limits, converting.encoding) as reader:
         documents = [reader.read(file, follows_links=True).text for file in given.files or ()]
     bodies = {normalise(text) for text in given.texts or ()} - {""}
     if not documents and not bodies:

@@ -76,6 +76,14 @@ class TestForget:
         (after,) = rows_of("store", "stats")
         assert before["chunks"] - after["chunks"] == len(mine) + 1
 
+    def test_files_are_read_as_they_were_at_the_ingest(self, town: Path, tiny: str) -> None:
+        file = town / "bells.txt"
+        file.write_text("Die Glöckner läuten früh.", "utf-16-le")
+        ran("ingest", str(file), "--model", tiny, "--encoding", "utf-16-le")
+        assert "name its encoding" in error_of("store", "forget", str(file))
+        assert "--max-file" in error_of("store", "forget", str(file), "--max-file", "20")
+        assert rows_of("store", "forget", str(file), "--encoding", "utf-16-le") == [{"n_chunks": 1}]
+
 
 @pytest.fixture
 def filled(town: Path, tiny: str) -> ChunkStore:
