@@ -62,7 +62,7 @@ def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
     options, keys = parsed(given)
     if not keys:
         raise InvalidOption(
-            "no API keys, and Ray's proxies may listen for other machines; give api-keys=FILE, or "
+            "no API keys, and Ray's proxies may listen for other machines; give api-keys: FILE, or "
             f"the variable {KEYS_VARIABLE}"
         )
     of_router: Any = Router  # Ray's own type for it is wrong
@@ -98,6 +98,8 @@ def _flags(name: str, value: Any, option: Any) -> list[str]:  # noqa: ANN401 - o
             raise InvalidOption(f"{name}: {value!r}; give true or false")
         switch: list[str] = option.opts if value else option.secondary_opts
         return switch[:1]
+    if isinstance(value, list) and not getattr(option, "multiple", True):
+        raise InvalidOption(f"{name}: {value!r} is a list; give one value")
     values = value if isinstance(value, list) else [value]
     for each in map(str, values):
         may_be_one = name in _PERHAPS_PATHS and (each.startswith(".") or Path(each).exists())
@@ -121,6 +123,8 @@ def _read(
     # here, once for all replicas, also for those that begin after another ingest
     index = replace(index, **asdict(given.checked(keys)))
     kind = runtime_for(str(index.model), index.runtime)
+    if not kind.is_installed():
+        raise MissingExtra.of(kind.name, kind.name.replace("_", "-"))
     if index.dtype == "auto" and "dtype" in kind.options:
         raise InvalidOption(
             Given("dtype", "auto"),

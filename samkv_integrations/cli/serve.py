@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +13,13 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.loading import Answering, Embedded, Index, Ingested
-from samkv_integrations.errors import InvalidOption, MissingExtra
+from samkv_integrations.errors import InvalidOption, MissingExtra, UnknownOption
 from samkv_integrations.option import bytes_of, check_options
 from samkv_integrations.options import AnswerOptions, EngineOptions
 
 if TYPE_CHECKING:
     from samkv_integrations.server.service import Settings
-    from samkv_integrations.server.tenancy import ApiKeys, Tenancy
+    from samkv_integrations.server.tenancy import ApiKeys, Tenancy, Tenant
 
 KEYS_VARIABLE = "SAMKV_API_KEYS"
 
@@ -165,14 +167,30 @@ class ServerOptions:
         """
         index, asked = self.index, asked_by(keys)
         _ = self.answering.chosen, self.answering.rule, self.embedded.embeddings  # each may raise
-        names, database = [name for _, name in asked], index.database
-        for name in names:
-            database.collection(name)
-        database.check(names)  # here, where a crash would come again
+        database = index.database
         for tenant in keys.tenants:
-            own = replace(index, namespace=tenant.namespace)
-            own.require_own_records(database, tenant.collections)
+            with self._named(tenant):
+                for name in tenant.collections:
+                    database.collection(name)
+        database.check([name for _, name in asked])  # here, where a crash would come again
+        for tenant in keys.tenants:
+            with self._named(tenant):
+                own = replace(index, namespace=tenant.namespace)
+                own.require_own_records(database, tenant.collections)
         return index.as_ingested(asked)
+
+    @contextmanager
+    def _named(self, tenant: Tenant) -> Iterator[None]:
+        """Inside this block, errors about collections on a key's own line say so."""
+        try:
+            yield
+        except (InvalidOption, UnknownOption) as error:
+            if tenant.collections == tuple(self.serving.collection or ()):
+                raise
+            raise InvalidOption(
+                f"API keys, a line of namespace {tenant.namespace!r} with "
+                f"{' '.join(tenant.collections)}: {error}"
+            ) from error
 
     def opened(self, keys: ApiKeys, ingested: Ingested) -> tuple[Tenancy, Settings]:
         """Load the model, and open the store of each namespace.

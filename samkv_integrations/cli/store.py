@@ -104,11 +104,13 @@ def forget(
     Records stay, so delete them first ('samkv remove'), or their texts are cached again. Give the
     options with which the files were ingested.
     """
+    from samkv_integrations.ingest.documents import UTF_8
     from samkv_integrations.ingest.reader import DocumentReader
     from samkv_integrations.store.chunk import normalise
 
     with DocumentReader.opened(converting.limits, converting.encoding) as reader:
-        documents = [reader.read(file, follows_links=True).text for file in given.files or ()]
+        read = [reader.read(file, follows_links=True) for file in given.files or ()]
+    documents = [each.text for each in read]
     bodies = {normalise(text) for text in given.texts or ()} - {""}
     if not documents and not bodies:
         raise EmptyInput("nothing to forget; name the files of documents, or give --text")
@@ -122,6 +124,8 @@ def forget(
         else f"no chunk is deleted: no cached chunk in {store.path} has such a text (namespace "
         f"{caches.namespace!r})"
     )
+    if guessed := sorted({each.encoding for each in read} - {UTF_8}):
+        said += f"; files were read as {', '.join(guessed)}, --encoding names another encoding"
     tables.report("store forget", None, [{"n_chunks": n_chunks}], said, as_json=as_json)
 
 

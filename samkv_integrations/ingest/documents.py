@@ -134,7 +134,8 @@ def _encoding_of(path: Path, content: bytes) -> str:
     sample = content[:_SAMPLE]
     if b"\0" in sample:
         raise InvalidOption(
-            f"{path} cannot be read as text: it holds NUL bytes; name its encoding, or leave it out"
+            f"{path} cannot be read as text: it holds NUL bytes; name its encoding "
+            "(--encoding), or leave it out"
         )
     try:
         content.decode()
@@ -144,7 +145,8 @@ def _encoding_of(path: Path, content: bytes) -> str:
         n_bad, n_ascii = text.count("\ufffd"), len(content.translate(None, _NOT_ASCII))
         if len(text) - n_ascii > 10 * n_bad:
             raise InvalidOption(
-                f"{path} is UTF-8 but for {n_bad} bytes ({error}); mend it, or name its encoding"
+                f"{path} is UTF-8 but for {n_bad} bytes ({error}); mend it, or name its "
+                "encoding (--encoding)"
             ) from error
     if path.suffix.lower() in _HTML and (declared := _DECLARED.search(sample)):
         with suppress(LookupError):
@@ -158,7 +160,8 @@ def _encoding_of(path: Path, content: bytes) -> str:
     found = from_bytes(sample, cp_isolation=["cp1252", *_LIKELY])
     if (best := found.best()) is None:
         raise InvalidOption(
-            f"{path} cannot be read as text in a likely encoding; name it, or leave the file out"
+            f"{path} cannot be read as text in a likely encoding; name it (--encoding), or leave "
+            "the file out"
         )
     for each in found:  # of equally likely ones the usual one
         is_likely = each.chaos <= best.chaos and each.coherence >= best.coherence

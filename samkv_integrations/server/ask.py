@@ -42,8 +42,8 @@ _EVENTS = """Each event's data is an object; the last event is `[DONE]`. The fir
 object with `error`."""
 
 _NO_COLLECTION = (
-    "this key may not ask any collection; name one with --collection of 'samkv serve', or in the "
-    "key's line of the API key file"
+    "this key may not ask any collection; who runs the server names collections at its start, in "
+    "the key's line or, for keys without a namespace, with --collection"
 )
 
 

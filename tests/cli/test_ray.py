@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from samkv_integrations import ChunkStore, Engine
 from samkv_integrations.cli.serve import KEYS_VARIABLE
 from samkv_integrations.errors import ClusterError, InvalidOption, MissingExtra, SamkvError
+from samkv_integrations.runtimes import RUNTIMES
 from samkv_integrations.server import app as app_module
 from tests.support.processes import PATIENCE_S, wait_until
 from tests.support.records import RECORDS, builtin
@@ -65,6 +67,7 @@ def test_without_ray_serve_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
         ({"kv-dir": "kv"}, "kv-dir: 'kv' is relative"),
         ({"model": "./nowhere"}, "model: './nowhere' is relative"),
         ({"chroma": ".samkv/kv"}, "chroma: '.samkv/kv' is relative"),
+        ({"max-batch": [1, 2]}, "max-batch: [1, 2] is a list"),
         ({"lenient": "yes"}, "lenient: 'yes'; give true or false"),
         ({"max-batch": True}, "Invalid value for '--max-batch'"),
         ({"method": "reus"}, "did you mean 'reuse'?"),
@@ -101,6 +104,14 @@ def test_names_are_those_of_samkv_serve(ray_module: Any) -> None:
 def test_there_must_be_keys(ray_module: Any) -> None:
     with pytest.raises(InvalidOption, match="no API keys"):
         ray_module.app({"dtype": "float32"})
+
+
+@pytest.mark.usefixtures("keys", "kv")
+def test_a_runtime_that_is_not_installed(ray_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = replace(RUNTIMES["llama_cpp"], is_installed=lambda: False)
+    monkeypatch.setattr(ray_module, "runtime_for", lambda *_: missing)
+    with pytest.raises(MissingExtra, match=r"'\.\[llama-cpp\]'"):
+        ray_module.app({"runtime": "llama_cpp"})
 
 
 @pytest.mark.usefixtures("keys")

@@ -145,7 +145,8 @@ def test_a_file_of_keys_and_the_variable(
     file.write_text("# none\n")
     assert "holds no key" in error_of("serve", "--api-keys", str(file))
     file.write_text("sk-of-the-red-team red notes\n")
-    assert "holds no Chroma database" in error_of("serve", "--api-keys", str(file))
+    said = error_of("serve", "--api-keys", str(file))
+    assert "a line of namespace 'red' with notes: " in said and "holds no Chroma database" in said
     (working_folder / ".samkv").mkdir()
     unseen = error_of("serve", "--api-keys", str(file), "--collection", "letters")
     assert "--collection letters: every key names a namespace" in unseen

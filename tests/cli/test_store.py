@@ -82,6 +82,7 @@ class TestForget:
         ran("ingest", str(file), "--model", tiny, "--encoding", "utf-16-le")
         assert "name its encoding" in error_of("store", "forget", str(file))
         assert "--max-file" in error_of("store", "forget", str(file), "--max-file", "20")
+        assert "read as utf-16-be" in ran("store", "forget", str(file), "--encoding", "utf-16-be")
         assert rows_of("store", "forget", str(file), "--encoding", "utf-16-le") == [{"n_chunks": 1}]
 
 
