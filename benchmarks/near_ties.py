@@ -1,7 +1,7 @@
-"""Answers that differ from the expected one at a near-tie: two tokens whose logits rounding swaps.
+"""Answers that leave the expected one at a near-tie: two tokens that rounding may swap.
 
-A prompt that goes on from kept entries, or that is decoded with others, is computed in parts of
-other lengths than a prompt alone, and sums in another order round differently.
+A prompt that goes on from kept entries, or that is decoded with others, is computed in other parts
+than a prompt alone. Sums are then added in another order, and round differently.
 """
 
 from __future__ import annotations
