@@ -96,7 +96,7 @@ def tune(
     in_chat = engine.model.asks_in_chat if retrieval.chat is None else retrieval.chat
     settings = {
         label: each
-        for label, each in candidates(engine.store_bits).items()
+        for label, each in candidates(engine.store_bits, engine.model.n_parameters).items()
         if runs(engine.model, each)
     }
     measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)

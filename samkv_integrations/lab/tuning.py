@@ -89,17 +89,25 @@ _CANDIDATES: Sequence[Mapping[str, Any]] = (
     {"method": "reuse"},
     {"method": "reuse", "eviction": "quest"},
     {"method": "epic"},
-    # `auto` is `samkv-guided`, with full prefill where that is faster
+    # `auto` goes by the model's size, and has full prefill where that is faster
     {"method": "auto", "eviction": "quest"},
     {"method": "auto"},
+    {"method": "samkv-guided"},
     {"method": "auto", "set": ("recompute.first=48",)},
 )
 
 
-def candidates(store_bits: int) -> dict[str, Setting]:
-    """The settings to try, by label, roughly cheapest first. store_bits: bits of the caches."""
+def candidates(store_bits: int, n_parameters: int) -> dict[str, Setting]:
+    """The settings to try, by label, roughly cheapest first.
+
+    ``samkv-guided`` is left out for models that run it as ``auto``. store_bits: bits of the caches.
+    n_parameters: of the model.
+    """
     made = [Setting(store_bits=store_bits, **words) for words in _CANDIDATES]
-    return {setting.label: setting for setting in made}
+    of_auto = get_method("auto").for_model(n_parameters).way
+    if of_auto == "samkv-guided":
+        made = [each for each in made if each.method != of_auto]
+    return {each.label: each for each in made}
 
 
 def runs(model: Runtime, setting: Setting) -> bool:

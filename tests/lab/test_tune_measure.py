@@ -17,7 +17,7 @@ TEXTS = tuple(
     f"[Town {n}]\nThe river of town {n} is called R{n}, and its fair is in May." for n in range(3)
 )
 QUESTION = Question(id="q", question="Which river?", documents=TEXTS)
-SETTINGS = candidates(4)
+SETTINGS = candidates(4, 0)
 LABELS = ("reuse", "auto, quest", "auto, first=48")
 
 

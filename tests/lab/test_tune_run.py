@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from samkv_integrations.lab.tuning import (
     candidates,
     runs,
 )
+from samkv_integrations.methods.guided import LARGE
 from tests.support.models import tiny_model
 from tests.support.table_runtime import TableRuntime
 
-SETTINGS = candidates(4)
+SETTINGS = candidates(4, 0)
 LABELS = [*SETTINGS]
 DEAR, CHEAP = "auto, first=48", "reuse"
 
@@ -37,6 +39,18 @@ def test_settings_that_a_runtime_does_not_run_are_left_out() -> None:
     assert all(runs(tiny_model(), setting) for setting in SETTINGS.values())
     by_tokens = [label for label in LABELS if runs(TableRuntime(), SETTINGS[label])]
     assert by_tokens == [label for label in LABELS if "quest" not in label]
+
+
+def test_no_setting_is_tried_twice() -> None:
+    """What `auto` recomputes depends on the model's size; `samkv-guided` is always the same."""
+    for n_parameters in (0, LARGE - 1, LARGE):
+        tried = [
+            (replace(method, name="", summary="", paper="", else_way=""), each.eviction)
+            for each in candidates(4, n_parameters).values()
+            for method in [each.with_options.for_model(n_parameters)]
+        ]
+        assert all(each not in tried[:place] for place, each in enumerate(tried))
+        assert ("samkv-guided" in candidates(4, n_parameters)) == (n_parameters >= LARGE)
 
 
 class Fake:
