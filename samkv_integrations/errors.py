@@ -94,8 +94,11 @@ class ChunkNotCached(SamkvError, LookupError):
     def of(
         cls, what: str, remedy: str = "ingest it again", why: CacheMiss | None = None
     ) -> ChunkNotCached:
-        """An error about the chunk ``what``. remedy: the step that makes its cache again."""
-        reason = f" ({why})" if why else ""
+        """An error about the chunk ``what``. remedy: the step that makes its cache again.
+
+        The message has the reason of a miss without its detail, which may be a path of a server.
+        """
+        reason = f" ({why.reason})" if why else ""
         return cls(
             f"{what} has no usable cache{reason}; {remedy}, or use ", Given("on_miss", "text"),
             " or 'compute'",

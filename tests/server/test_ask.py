@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from samkv_integrations.server.tenancy import Tenant
 from tests.support.embedding_server import embedding_server
 from tests.support.records import RECORDS, TEXTS, builtin
 from tests.support.served_town import BLUE, KEYS, RED, Town, events_of, fill
+from tests.support.stores import chunk_files
 
 PATH = "/v1/samkv/ask"
 QUESTION = RECORDS[0].question
@@ -81,6 +83,19 @@ async def test_a_stream_has_sources_then_text_then_the_report(town: Town) -> Non
     cached = end["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == end["usage"]["prompt_tokens"] - 1
     assert end["samkv"]["method"] == "samkv-guided"
+
+
+async def test_a_chunk_without_a_cache_is_an_error_that_names_no_path(town: Town) -> None:
+    store = town.engine().store.path
+    assert store is not None
+    for file in chunk_files(store):
+        (store / file).unlink()
+    body = {"question": QUESTION, "top_k": 2, "max_tokens": 1, "on_miss": "error"}
+    reply = await town.send("POST", PATH, body)
+    error = json.loads(reply.text)["error"]
+    assert (reply.status_code, error["code"]) == (400, "chunk_not_cached")
+    assert "has no usable cache (absent); ingest it again, or use on_miss=" in error["message"]
+    assert str(store) not in reply.text
 
 
 async def test_the_estimate_says_what_it_is_made_of(town: Town) -> None:
