@@ -183,13 +183,14 @@ def _converted(
         ".epub": converters.EpubConverter, ".ipynb": converters.IpynbConverter,
         ".pptx": converters.PptxConverter,
     }  # fmt: skip
-    own = {".eml": _mail, ".xlsx": _workbook}
     pages: list[str] = []
     try:
         if suffix == ".pdf":
             title, text, pages = "", "", _pages(path, file, most_pages)
-        elif suffix in own:
-            title, text = own[suffix](file)
+        elif suffix == ".eml":
+            title, text = _mail(path, file)
+        elif suffix == ".xlsx":
+            title, text = _workbook(file)
         else:
             convert = kinds.get(suffix, converters.HtmlConverter)().convert
             found = convert(file, StreamInfo(extension=suffix, charset=encoding))
@@ -237,13 +238,18 @@ def _pages(path: Path, file: BinaryIO, most: int | None) -> list[str]:
 _HEADERS = ("Subject", "From", "To", "Date")
 
 
-def _mail(file: BinaryIO) -> tuple[str, str]:
+def _mail(path: Path, file: BinaryIO) -> tuple[str, str]:
     """Subject and text of an e-mail: headers, the plain body or else the HTML one, attachments."""
     from email import message_from_binary_file, policy
 
     message = message_from_binary_file(file, policy=policy.default)
     body = message.get_body(("plain", "html"))
-    text = "" if body is None else str(body.get_content())
+    try:
+        text = "" if body is None else str(body.get_content())
+    except LookupError:  # the mail names an encoding that Python does not know
+        assert body is not None
+        content: Any = body.get_payload(decode=True)  # bytes: it has no parts
+        text = _decoded(path, content, _encoding_of(path, content))
     if body is not None and body.get_content_subtype() == "html":
         from markitdown.converters import HtmlConverter
 

@@ -145,8 +145,12 @@ def test_a_mail_without_a_plain_body_is_read(tmp_path: Path) -> None:
     made.set_content(f"<html><body><h1>News</h1><p>{MILL}</p></body></html>", subtype="html")
     (tmp_path / "a.eml").write_bytes(bytes(made))
     assert read_document(tmp_path / "a.eml").text.strip() == f"# News\n\n{MILL}"
-    (tmp_path / "b.eml").write_bytes(b"Content-Type: text/plain; charset=nowhere\n\nThe mill")
-    with pytest.raises(InvalidOption, match="b.eml cannot be read as .eml .*nowhere"):
+    for text, encoding in (("Die Mühle mahlt für alle Dörfer.", "cp1252"), (MILL, "utf-8")):
+        head = b"Content-Type: text/plain; charset=nowhere\nContent-Transfer-Encoding: 8bit\n\n"
+        (tmp_path / "b.eml").write_bytes(head + text.encode(encoding))
+        assert read_document(tmp_path / "b.eml").text.strip() == text
+    (tmp_path / "b.eml").write_bytes(head + b"\0\xff")
+    with pytest.raises(InvalidOption, match="b.eml cannot be read as text: it holds NUL bytes"):
         read_document(tmp_path / "b.eml")
     (tmp_path / "c.eml").write_bytes(b"")
     assert read_document(tmp_path / "c.eml").text.strip() == ""
