@@ -29,8 +29,8 @@ from samkv_integrations.chroma.embedding import (
     LearnedEmbedding,
     fused,
 )
-from samkv_integrations.chroma.link import DEPTH
 from samkv_integrations.chroma.records import Records
+from samkv_integrations.chroma.search import DEPTH
 from samkv_integrations.chroma.words import WordIndex
 
 FILES = ("hotpotqa.jsonl", "2wikimqa.jsonl", "musique.jsonl")

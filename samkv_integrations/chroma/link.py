@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from samkv_integrations.chroma.client import KEY_FIELD, chroma_errors
-from samkv_integrations.chroma.embedding import Embedding, HashingEmbedding, fused
+from samkv_integrations.chroma.embedding import Embedding, HashingEmbedding
 from samkv_integrations.chroma.records import (
     PAGE_SIZE,
     IngestResult,
@@ -30,9 +30,10 @@ from samkv_integrations.chroma.records import (
     SyncResult,
     keys_in,
 )
+from samkv_integrations.chroma.search import by_question, by_vector
 from samkv_integrations.chroma.words import WordIndex, remove_others
 from samkv_integrations.chunks.caching import progress_bar
-from samkv_integrations.errors import EmptyInput, InvalidOption, StoreError
+from samkv_integrations.errors import InvalidOption, StoreError
 from samkv_integrations.store.chunk import ChunkRef, normalise
 
 if TYPE_CHECKING:
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 
 _SAMPLE = 16
 """Records of which `ChromaLink.adopt` checks whether they have caches."""
-
-DEPTH = 100
-"""Records of each ranking, of words and of vectors, that `ChromaLink.search` fuses."""
 
 _log = logging.getLogger(__name__)
 
@@ -409,14 +407,7 @@ class ChromaLink:
     # -- questions --------------------------------------------------------------------------
 
     def search(self, question: str, k: int) -> list[Retrieved]:
-        """The ``k`` records that fit a question best, the best first.
-
-        By words: those that share words with it, by BM25. There are fewer if fewer share a word,
-        and the first records if none does. ``distance`` is SQLite's BM25, which is less for better
-        ones.
-
-        With an embedding also by vectors: the best `DEPTH` of both are `fused`, and ``distance``
-        is minus their score.
+        """The ``k`` records that fit a question best, the best first; see `by_question`.
 
         Raises:
             EmptyInput: the collection is empty.
@@ -425,52 +416,7 @@ class ChromaLink:
             StoreError: the index of words cannot be used.
             EmbeddingFailed, MissingExtra, ModelNotFound: from the embedding.
         """
-        _check_count(k)
-        n_records, same = self._require_records(), list[str]()
-        if self._words.count() != n_records:
-            self._words.rebuild(n_records)
-        near, most = list[str](), k
-        if self.embedding is not None:
-            most = max(k, DEPTH)
-            nearest = self._nearest(self.embedding.embed_question(question), most)
-            near = [id_ for id_, text, *_ in nearest if text]
-        for _ in range(2):
-            matched = self._words.search(question, most)
-            scores = {id_: score for id_, (_, score) in matched.items()}
-            if near:  # then the first records, whose score is 0, are no help
-                ranked = fused([id_ for id_, score in scores.items() if score], near)
-                scores = {id_: -score for id_, score in ranked.items()}
-            found = [*scores][:k]
-            if not found:  # no record has a text
-                break
-            page = self._records.read(
-                self.collection, ids=found, include=["documents", "metadatas"]
-            )
-            parts = page["ids"], page["documents"] or (), page["metadatas"] or ()
-            rows = {id_: (text, row) for id_, text, row in zip(*parts, strict=True) if text}
-            # a text that the index of words does not know was found by its vector
-            same = [id_ for id_ in found if id_ in rows and _is_same(matched, id_, rows[id_][0])]
-            if len(same) == len(found):
-                break
-            self._words.rebuild()  # another client has changed records
-        return [
-            Retrieved(
-                id=id_,
-                text=rows[id_][0],
-                metadata=dict(rows[id_][1] or {}),
-                distance=scores[id_],
-            )
-            for id_ in same
-        ]
-
-    def _require_records(self) -> int:
-        """The number of records. Raises EmptyInput if there is none."""
-        name = self.collection.name
-        with chroma_errors(f"collection {name!r} refused the query"):
-            n_records = self.collection.count()
-        if not n_records:
-            raise EmptyInput(f"collection {name!r} is empty; ingest documents into it first")
-        return n_records
+        return by_question(self._records, self._words, self.embedding, question, k)
 
     def query(self, embedding: Sequence[float], k: int) -> list[Retrieved]:
         """The ``k`` records nearest to ``embedding``, nearest first, or all if there are fewer.
@@ -482,41 +428,7 @@ class ChromaLink:
             InvalidOption: ``k`` is not positive, or the embedding has another length than those in
                 the collection.
         """
-        name = self.collection.name
-        _check_count(k)
-        self._require_records()
-        rows = self._nearest(embedding, k)
-        if without_text := [id_ for id_, text, *_ in rows if text is None]:
-            # Each process has an index of its own; all processes share the records.
-            _log.warning(
-                "record %r of collection %r has no text and is left out; add it again with one, or "
-                "start this process again if another one has deleted it", without_text[0], name,
-            )  # fmt: skip
-        return [
-            Retrieved(id=id_, text=text, metadata=dict(metadata or {}), distance=distance)
-            for id_, text, metadata, distance in rows
-            if text is not None
-        ]
-
-    def _nearest(
-        self, embedding: Sequence[float], k: int
-    ) -> list[tuple[str, str | None, Metadata | None, float]]:
-        """Id, text, metadata and distance of the records nearest to ``embedding``."""
-        with chroma_errors(f"collection {self.collection.name!r} refused the query"):
-            found = self.collection.query(
-                query_embeddings=[embedding],
-                n_results=k,
-                include=["documents", "metadatas", "distances"],
-            )
-        documents, metadatas = found["documents"], found["metadatas"]
-        distances = found["distances"]
-        assert documents and metadatas and distances  # they were asked for
-        return list(zip(found["ids"][0], documents[0], metadatas[0], distances[0], strict=True))
-
-
-def _is_same(matched: Mapping[str, tuple[str, float]], id_: str, text: str) -> bool:
-    """Whether the index of words has this text for the record, or did not find the record."""
-    return id_ not in matched or matched[id_][0] == text
+        return by_vector(self._records, embedding, k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -632,8 +544,3 @@ class Adding:
             seconds=self._seconds + time.perf_counter() - began,
             bytes_on_disk=self._n_bytes,
         )
-
-
-def _check_count(k: int) -> None:
-    if k < 1:
-        raise InvalidOption(f"{k} chunks to retrieve; ask for at least 1")
