@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from benchmarks.commands import TRUTH, command_line, loaded_model
 from benchmarks.journal import Journal
-from benchmarks.question_sets import PACKAGES, STANDARD, Asked, questions_of
+from benchmarks.question_sets import ANSWER_TOKENS, PACKAGES, STANDARD, Asked, questions_of
 from benchmarks.right_table import summarise, table
 from benchmarks.run_settings import hardware
 from samkv_integrations.cli.formatting import Row, commit
@@ -214,6 +214,9 @@ def right_answers(
     ] = DEFAULT_METHODS,
     half: Annotated[str, typer.Option(help="choose, report or all.")] = "all",
     most: Annotated[int | None, typer.Option(help="At most so many questions.")] = None,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of an answer.")
+    ] = ANSWER_TOKENS,
     dtype: Annotated[str, typer.Option(help="Of a model that transformers runs.")] = "bfloat16",
     runtime: Annotated[
         str, typer.Option(help="What runs the model, such as llama_cpp.")
@@ -233,7 +236,11 @@ def right_answers(
         raise InvalidOption("no questions; give --questions FILE or --data FOLDER")
     if half not in ("choose", "report", "all"):
         raise InvalidOption(f"half={half!r}; allowed: choose, report, all")
-    asked = [each for each in questions_of(specs) if half in (each.half, "all")][:most]
+    asked = [
+        replace(each, question=replace(each.question, max_new_tokens=answer_tokens))
+        for each in questions_of(specs)
+        if half in (each.half, "all")
+    ][:most]
     missing = sum(not each.can_be_copied for each in asked)
     typer.echo(
         f"{len(asked)} questions; the gold answer of {missing} stands in no chunk, and they count",
@@ -245,6 +252,8 @@ def right_answers(
         settings |= {"runtime": runtime, "build": loaded.build}
     if store_bits is not None:
         settings["store_bits"] = str(store_bits)
+    if answer_tokens != ANSWER_TOKENS:
+        settings["answer_tokens"] = str(answer_tokens)
     with Journal(output, settings) as journal:
         typer.echo(f"{hardware(loaded)}", err=True)
         _measure(loaded, journal, asked, candidates, store_bits)

@@ -13,7 +13,7 @@ from benchmarks.hesitation import hesitation
 from benchmarks.question_sets import PACKAGES, questions_of
 from benchmarks.right_table import renamed, rows_of, summarise
 from samkv_integrations.errors import InvalidOption
-from tests.bench.running import ran
+from tests.bench.running import ran, run
 
 CONTEXTS = [
     {"title": "Pavel Flalvek", "text": "Pavel Flalvek was born in Nombury."},
@@ -108,6 +108,13 @@ def test_hesitation_counts_pairs_and_who_goes_on(tmp_path: Path) -> None:
     assert "| 0.50 | 3 | 3.0 |" in shown  # the two of 3 and 2, one of which was lost
     with pytest.raises(InvalidOption, match="no question with 'auto'"):
         hesitation(tmp_path, then="auto")
+
+
+def test_answers_have_so_many_tokens_at_most(tmp_path: Path) -> None:
+    ran("right_answers", *asked(tmp_path, "--answer-tokens", "2"))
+    assert max(row["tokens"] for row in rows_of(tmp_path / "run")) == 2
+    refused = run("right_answers", *asked(tmp_path))
+    assert refused.exit_code and "another answer_tokens" in " ".join(refused.output.split())
 
 
 def test_a_label_of_one_run_can_stand_for_another(tmp_path: Path) -> None:
