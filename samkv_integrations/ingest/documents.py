@@ -7,8 +7,10 @@ import os
 import re
 import stat
 from codecs import lookup
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,12 +109,11 @@ def read_document(
             )
         suffix = path.suffix.lower()
         if suffix in CONVERTED and suffix not in _OF_TEXT:
-            return _converted(path, file, None, most_pages)
+            return _converted(path, file, encoding if suffix == ".eml" else None, most_pages)
         content = _content(path, file)
         encoding = _named(encoding) if encoding else _encoding_of(path, content)
         if suffix in CONVERTED:
-            converted = _converted(path, BytesIO(content), encoding)
-            return replace(converted, encoding=encoding)
+            return _converted(path, BytesIO(content), encoding)
         return Document(pages=(_decoded(path, content, encoding),), encoding=encoding)
 
 
@@ -183,12 +184,12 @@ def _converted(
         ".epub": converters.EpubConverter, ".ipynb": converters.IpynbConverter,
         ".pptx": converters.PptxConverter,
     }  # fmt: skip
-    pages: list[str] = []
+    pages, read_as = list[str](), encoding or UTF_8
     try:
         if suffix == ".pdf":
             title, text, pages = "", "", _pages(path, file, most_pages)
         elif suffix == ".eml":
-            title, text = _mail(path, file)
+            title, text, read_as = _mail(path, file, encoding)
         elif suffix == ".xlsx":
             title, text = _workbook(file)
         else:
@@ -202,7 +203,7 @@ def _converted(
         raise InvalidOption(f"{path} cannot be read as {suffix} ({why})") from error
     # half characters cannot be stored
     texts = tuple(page.encode(errors="replace").decode() for page in pages or [text])
-    return Document(pages=texts, title=" ".join(str(title).split()))
+    return Document(pages=texts, title=" ".join(str(title).split()), encoding=read_as)
 
 
 _BROKEN_WORD = re.compile(r"(?<=[^\W\d_])\ufffe(?=[^\W\d_])")
@@ -238,27 +239,62 @@ def _pages(path: Path, file: BinaryIO, most: int | None) -> list[str]:
 _HEADERS = ("Subject", "From", "To", "Date")
 
 
-def _mail(path: Path, file: BinaryIO) -> tuple[str, str]:
-    """Subject and text of an e-mail: headers, the plain body or else the HTML one, attachments."""
+def _mail(path: Path, file: BinaryIO, encoding: str | None) -> tuple[str, str, str]:
+    """Subject, text and encoding of an e-mail, see `_mail_text`.
+
+    The text is headers, the plain body or else the HTML one or the first text, and the names of
+    attachments. encoding: of a body whose own one is missing, unknown or wrong; None for a likely
+    one.
+    """
     from email import message_from_binary_file, policy
 
     message = message_from_binary_file(file, policy=policy.default)
     body = message.get_body(("plain", "html"))
-    try:
-        text = "" if body is None else str(body.get_content())
-    except LookupError:  # the mail names an encoding that Python does not know
-        assert body is not None
-        content: Any = body.get_payload(decode=True)  # bytes: it has no parts
-        text = _decoded(path, content, _encoding_of(path, content))
-    if body is not None and body.get_content_subtype() == "html":
-        from markitdown.converters import HtmlConverter
+    if body is None:  # another text, or one whose parts are not divided as its head says
+        kinds = ("text", "multipart")
+        texts = (part for part in message.walk() if part.get_content_maintype() in kinds)
+        body = next((part for part in texts if not part.is_multipart()), None)
+    text, read_as = "", UTF_8
+    if body is not None:
+        text, read_as = _mail_text(path, body, encoding)
+        if body.get_content_subtype() == "html":
+            from markitdown.converters import HtmlConverter
 
-        text = HtmlConverter().convert_string(text).markdown
-    heads = [f"{name}: {message[name]}" for name in _HEADERS if message[name]]
-    names = [str(part.get_filename() or "unnamed") for part in message.iter_attachments()]
+            text = HtmlConverter().convert_string(text).markdown
+    found = {name: _said(partial(message.get, name)) for name in _HEADERS}
+    heads = [f"{name}: {value}" for name, value in found.items() if value]
+    names = [_said(part.get_filename) or "unnamed" for part in message.iter_attachments()]
     ends = [f"Attachments, not read: {', '.join(names)}"] if names else []
     text = "\n\n".join(["\n".join(heads), text.replace("\r\n", "\n").strip(), *ends])
-    return str(message["Subject"] or ""), text
+    return found["Subject"], text, read_as
+
+
+def _mail_text(path: Path, body: Any, encoding: str | None) -> tuple[str, str]:  # noqa: ANN401
+    """The text of a part of an e-mail, and the encoding if the part does not tell it (else UTF-8).
+
+    Raises InvalidOption if no encoding is likely.
+    """
+    content = body.get_payload(decode=True) or b""
+    named = body.get_content_charset()
+    try:
+        return content.decode(named or "ascii"), UTF_8
+    except (LookupError, ValueError):  # an unknown encoding, or another one
+        pass
+    try:
+        guessed = encoding or _encoding_of(path, content)
+        return _decoded(path, content, guessed), guessed
+    except InvalidOption:
+        with suppress(LookupError, ValueError):  # most of it
+            return content.decode(named or UTF_8, errors="replace"), UTF_8
+        raise
+
+
+def _said(read: Callable[[], object]) -> str:
+    """The value of a header; "" for one that the library cannot read."""
+    try:
+        return str(read() or "")
+    except Exception:  # noqa: BLE001 - it raises many errors of malformed headers
+        return ""
 
 
 def _workbook(file: BinaryIO) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from samkv_integrations.chroma.client import open_collection
 from samkv_integrations.errors import InvalidOption
-from samkv_integrations.ingest.documents import read_document
+from samkv_integrations.ingest.documents import UTF_8, read_document
 from tests.cli.running import ran, run
 
 MILL = "The mill stands by the river, and its wheel is green."
@@ -145,15 +145,45 @@ def test_a_mail_without_a_plain_body_is_read(tmp_path: Path) -> None:
     made.set_content(f"<html><body><h1>News</h1><p>{MILL}</p></body></html>", subtype="html")
     (tmp_path / "a.eml").write_bytes(bytes(made))
     assert read_document(tmp_path / "a.eml").text.strip() == f"# News\n\n{MILL}"
-    for text, encoding in (("Die Mühle mahlt für alle Dörfer.", "cp1252"), (MILL, "utf-8")):
-        head = b"Content-Type: text/plain; charset=nowhere\nContent-Transfer-Encoding: 8bit\n\n"
-        (tmp_path / "b.eml").write_bytes(head + text.encode(encoding))
-        assert read_document(tmp_path / "b.eml").text.strip() == text
-    (tmp_path / "b.eml").write_bytes(head + b"\0\xff")
-    with pytest.raises(InvalidOption, match="b.eml cannot be read as text: it holds NUL bytes"):
-        read_document(tmp_path / "b.eml")
     (tmp_path / "c.eml").write_bytes(b"")
     assert read_document(tmp_path / "c.eml").text.strip() == ""
+
+
+GRIND = "Die Mühle mahlt für alle Dörfer, und für die Städte."
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "", "Content-Type: text/plain", "Content-Type: text/plain; charset=us-ascii",
+        "Content-Type: text/plain; charset=nowhere", "Content-Type: text/plain; charset=undefined",
+        "Content-Type: text/plain; charset=", "Content-Type: text/plain; charset=rot13",
+        "Content-Type: text/markdown; charset=idna", "Content-Type: multipart/mixed",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+def test_mail_that_does_not_tell_its_encoding_is_read_in_a_likely_one(
+    tmp_path: Path, head: str, encoding: str
+) -> None:
+    path = tmp_path / "a.eml"
+    path.write_bytes(f"Subject: Mill\n{head}".strip().encode() + b"\n\n" + GRIND.encode(encoding))
+    read = read_document(path)
+    assert read.text == f"Subject: Mill\n\n{GRIND}"
+    assert read.encoding == (encoding if encoding == "cp1252" else UTF_8)
+
+
+def test_mail_is_read_in_the_given_encoding_if_it_tells_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.eml"
+    for head in ("charset=nowhere", "charset=latin-1"):
+        path.write_bytes(f"Content-Type: text/plain; {head}\n\n".encode() + b"\xe9t\xe9")
+        read = read_document(path, encoding="koi8-r")
+        told = ("été", UTF_8) if "latin" in head else ("\u0418t\u0418", "koi8-r")
+        assert (read.text.strip(), read.encoding) == told
+    path.write_bytes(b"Content-Type: text/plain; charset=nowhere\n\n\0\xff")
+    with pytest.raises(InvalidOption, match="a.eml cannot be read as text: it holds NUL bytes"):
+        read_document(path)
+    path.write_bytes(b"From: " + b"<(" * 20_000 + b"\nSubject: Mill\n\nThe mill")
+    assert read_document(path).text == "Subject: Mill\n\nThe mill"
 
 
 def test_half_characters_are_replaced(tmp_path: Path) -> None:
