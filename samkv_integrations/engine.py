@@ -96,6 +96,7 @@ class Engine:
         self.method: Method = get_method(DEFAULT_METHOD if method is None else method)
         self.store_bits: int = model.default_store_bits if bits is None else bits
         self.eviction: str | Eviction | None = given["eviction"]
+        model.check(self.method, get_eviction(self.eviction))
         self.prefix = prefix_ids(model, given["prefix"], given["prefix_text"])
         self.prefix_bytes, self.hot_bytes = given["prefix_bytes"], given["hot_bytes"]
         self.sequences = KeptSequences[FirstEntries](

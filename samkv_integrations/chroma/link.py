@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -291,8 +292,8 @@ class ChromaLink:
         """Make caches and keys agree with the present texts of the records.
 
         It may be interrupted at any moment; the next call continues. A cache counts as present if
-        its file exists. An evicted cache is not computed again, because it would evict another one;
-        a question that needs it computes it.
+        its file exists. An evicted cache is computed again only if there is room for it, so that it
+        does not evict another one.
 
         build_missing: whether to compute missing caches.
         prune: whether to delete unreferenced chunks: caches and texts of this store's namespace, of
@@ -338,11 +339,15 @@ class ChromaLink:
         fit = [found[place] for place in places]
         looked_up = chunks.look_up(chunks.agree(fit) if build_missing else fit, "exists")
         missed = [ref for ref in looked_up if ref.state == "missed"]
-        evicted = self._evicted(ref.key for ref in missed)
+        keys = self._evicted(ref.key for ref in missed)
+        evicted = {ref.key: ref for ref in missed if ref.key in keys}
         missed = [ref for ref in missed if ref.key not in evicted]
         if build_missing:
             chunks.compute(missed)
-            done["n_cached"] += len({ref.key for ref in missed})
+            again = self._with_room([*evicted.values()])
+            chunks.compute(again)
+            evicted = {key: ref for key, ref in evicted.items() if ref not in again}
+            done["n_cached"] += len({ref.key for ref in missed}) + len(again)
         key_at = {place: ref.key for place, ref in zip(places, looked_up, strict=True)}
         linked = {
             id_: key_at.get(place)
@@ -361,6 +366,12 @@ class ChromaLink:
         done["n_evicted"] += len(evicted)
         # A text that is too long for this model may have a cache of another model.
         return {key_at.get(place, ref.key) for place, ref in enumerate(found) if ref.text}
+
+    def _with_room(self, evicted: Sequence[ChunkRef]) -> list[ChunkRef]:
+        """Those of some evicted chunks, in order, for which the store has room by now."""
+        free = self.engine.store.free_bytes()
+        taken = accumulate(self.engine.chunks.n_bytes([ref]) for ref in evicted)
+        return [ref for ref, n in zip(evicted, taken, strict=True) if free is None or n <= free]
 
     def _evicted(self, keys: Iterable[str]) -> set[str]:
         store, fingerprint = self.engine.store, self.engine.fingerprint

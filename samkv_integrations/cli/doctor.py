@@ -10,8 +10,8 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli import tables
-from samkv_integrations.cli.loading import require_model
-from samkv_integrations.option import check_options
+from samkv_integrations.cli.arguments import BUILTIN
+from samkv_integrations.cli.loading import Index, Ingested
 from samkv_integrations.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -20,11 +20,18 @@ if TYPE_CHECKING:
 CHECK_FAILED = 1
 """Exit code if a check of exactness fails."""
 _KEPT = "Keep the measured times beside the caches here."
+_DEFAULT = "as ingested into --dir, else"
 
 
 def doctor(
-    of_runtime: args.OfRuntime, model: args.ModelName = "builtin", device: args.Device = "auto",
-    dtype: args.Dtype = "auto",
+    of_runtime: args.OfRuntime,
+    model: Annotated[
+        str | None, args.flag(ModelOptions, "model_name", "--model", default=f"{_DEFAULT} builtin")
+    ] = None,
+    device: args.Device = "auto",
+    dtype: Annotated[
+        str | None, args.flag(ModelOptions, "dtype", default=f"{_DEFAULT} auto")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--dir", resolve_path=True, help=_KEPT)] = None,
     kv_dir: args.CacheFolder = None,
     as_json: args.Json = False,
@@ -33,19 +40,25 @@ def doctor(
 
     It says when full prefill is faster. 'samkv tune' counts right answers.
     """
-    check_options(ModelOptions, {"dtype": dtype})
-    require_model(model)
+    index = Index(
+        folder=folder or Path(), kv_dir=kv_dir, model=model, dtype=dtype, **vars(of_runtime)
+    )
+    kv = index.kv if folder or kv_dir else None
+    given = Ingested(model=model or BUILTIN, runtime=index.runtime, dtype=dtype or "auto")
+    if kv is not None:
+        given = index.as_ingested(())
 
     from tqdm.auto import tqdm
 
     from samkv_integrations.runtimes import load_runtime, runtime_for
     from samkv_integrations.store.disk import ChunkStore
 
-    typer.echo("Checking, for minutes with a large model ...", err=True)
-    examine, verdict = _checks_of(runtime_for(model, of_runtime.runtime).name)
+    name = given.model
+    typer.echo(f"Checking {name}, for minutes if it is large ...", err=True)
+    examine, verdict = _checks_of(runtime_for(name, given.runtime).name)
     # costs are kept by number of threads
-    loaded = load_runtime(model, device=device, dtype=dtype, **of_runtime.of_runtime(model))
-    kv = kv_dir or (folder and folder / "kv")
+    options = of_runtime.of_runtime(name) | {"runtime": given.runtime}
+    loaded = load_runtime(name, device=device, dtype=given.dtype, **options)
     store = None if kv is None else ChunkStore(kv)
     checks = list(
         tqdm(examine(loaded, store), desc="checking", unit="check", leave=False, disable=None)
@@ -55,9 +68,9 @@ def doctor(
     if failed:
         verdict = f"FAILED: {', '.join(failed)}"
     tables.report(
-        "doctor", model, [check.to_row() for check in checks],
+        "doctor", name, [check.to_row() for check in checks],
         tables.table(("check", "", "detail"), words, left=3),
-        f"\n{model} in {loaded.dtype_name} on {loaded.device_name}: {verdict}", as_json=as_json,
+        f"\n{name} in {loaded.dtype_name} on {loaded.device_name}: {verdict}", as_json=as_json,
     )  # fmt: skip
     if failed:
         raise typer.Exit(CHECK_FAILED)

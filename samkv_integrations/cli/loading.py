@@ -392,11 +392,14 @@ class Index(Collections, args.OfRuntime):
         self,
         names: Sequence[str],
         embeddings: Embeddings | None = None,
+        *,
+        must_have_caches: bool = True,
         **options: Unpack[EngineOptions],
     ) -> list[ChromaLink]:
         """The collections, linked to one engine. options: see `Engine`.
 
-        embeddings: by which questions find chunks, besides words.
+        embeddings: by which questions find chunks, besides words. must_have_caches: whether a store
+        with caches of other models alone is an error.
 
         Raises InvalidOption if a collection does not exist or belongs to another namespace, or if
         its caches are another model's.
@@ -411,7 +414,8 @@ class Index(Collections, args.OfRuntime):
         engine = self.engine(
             self.as_ingested([(self.namespace, name) for name in names]), **options
         )
-        require(engine.store, engine.fingerprint)
+        if must_have_caches:
+            require(engine.store, engine.fingerprint)
         return [ChromaLink(one, engine, by) for one, by in zip(opened, vectors, strict=True)]
 
 

@@ -14,6 +14,7 @@ import typer
 
 from samkv_integrations.cli import arguments as args
 from samkv_integrations.cli.app import UsageError, keep_freed_memory
+from samkv_integrations.cli.arguments import BUILTIN
 from samkv_integrations.cli.loading import Answering, Embedded, Index
 from samkv_integrations.cli.serve import KEYS_VARIABLE, ServerOptions, Serving
 from samkv_integrations.errors import ClusterError, Given, InvalidOption, MissingExtra, SamkvError
@@ -39,8 +40,8 @@ MOST_REQUESTS = 1000
 
 _PATHS = ("api-keys", "dir", "kv-dir")
 
-_PERHAPS_PATHS = ("chroma", "embedding", "model")
-"""Options whose value may be a path, and may be a name or a URL."""
+_PERHAPS_PATHS = {"chroma": (), "embedding": ("chroma",), "model": (BUILTIN, "smollm2")}
+"""Options whose value may be a path, and may be a name or a URL, with values that are no path."""
 
 
 def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -78,7 +79,7 @@ def app(given: dict[str, Any]) -> Any:  # noqa: ANN401
 def parsed(given: Mapping[str, Any]) -> tuple[ServerOptions, ApiKeys]:
     """The options of a server, from their names and values, and the API keys."""
     commands = typer.Typer(add_completion=False)
-    commands.command(cls=args.Command)(args.with_flags(_read))
+    commands.command(cls=args.Command, add_help_option=False)(args.with_flags(_read))
     command: Any = typer.main.get_command(commands)
     known = {flag.removeprefix("--"): each for each in command.params for flag in each.opts}
     flags = [word for name in given for word in _flags(name, given[name], known.get(name))]
@@ -101,8 +102,12 @@ def _flags(name: str, value: Any, option: Any) -> list[str]:  # noqa: ANN401 - o
     if isinstance(value, list) and not getattr(option, "multiple", True):
         raise InvalidOption(f"{name}: {value!r} is a list; give one value")
     values = value if isinstance(value, list) else [value]
+    if None in values:
+        raise InvalidOption(f"{name}: null is no value; give one, or leave the option out")
     for each in map(str, values):
-        may_be_one = name in _PERHAPS_PATHS and (each.startswith(".") or Path(each).exists())
+        may_be_one = each not in _PERHAPS_PATHS.get(name, (each,)) and (
+            each.startswith(".") or Path(each).exists()
+        )
         if (may_be_one or name in _PATHS) and not Path(each).is_absolute():
             raise InvalidOption(
                 f"{name}: {each!r} is relative, and Ray runs replicas in folders of its own; give "
@@ -124,8 +129,7 @@ def _read(
     index = replace(index, **asdict(given.checked(keys)))
     kind = runtime_for(str(index.model), index.runtime)
     if not kind.is_installed():
-        extra = kind.name.replace("_", "-")
-        raise MissingExtra.of(kind.name, extra)
+        raise MissingExtra.of(kind.name, kind.name.replace("_", "-"))
     if index.dtype == "auto" and "dtype" in kind.options:
         raise InvalidOption(
             Given("dtype", "auto"),

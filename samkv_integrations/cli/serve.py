@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -161,23 +161,35 @@ class ServerOptions:
         return keys
 
     def checked(self, keys: ApiKeys) -> Ingested:
-        """The settings of the ingest. Checks collections and methods, before a model is loaded.
+        """The settings of the ingest. Checks what can be checked before a model is loaded.
 
-        Raises UnknownOption if one does not exist, InvalidOption if it cannot be used.
+        Raises UnknownOption if a collection or a method does not exist, InvalidOption for an option
+        that cannot be used, MissingExtra if the runtime is not installed.
         """
+        from samkv_integrations.runtimes import checked_runtime
+
         index, asked = self.index, asked_by(keys)
-        _ = self.answering.chosen, self.answering.rule, self.embedded.embeddings  # each may raise
-        database = index.database
+        _ = self.answering.chosen, self.answering.rule  # each may raise
+        database, embeddings = index.database, self.embedded.embeddings
         for tenant in keys.tenants:
             with self._named(tenant):
                 for name in tenant.collections:
                     database.collection(name)
+        for _, name in asked:
+            embeddings.of(database.collection(name))  # loads nothing
         database.check([name for _, name in asked])  # here, where a crash would come again
         for tenant in keys.tenants:
             with self._named(tenant):
                 own = replace(index, namespace=tenant.namespace)
                 own.require_own_records(database, tenant.collections)
-        return index.as_ingested(asked)
+        ingested = index.as_ingested(asked)
+        checked_runtime(ingested.model, **self._of_runtime(ingested))
+        return ingested
+
+    def _of_runtime(self, ingested: Ingested) -> dict[str, Any]:
+        """The options of `load_runtime`."""
+        of_runtime = self.index.of_runtime(ingested.model) | {"runtime": ingested.runtime}
+        return {"device": self.index.device, "dtype": ingested.dtype, **of_runtime}
 
     @contextmanager
     def _named(self, tenant: Tenant) -> Iterator[None]:
@@ -225,8 +237,7 @@ class ServerOptions:
             max_body_bytes=bytes_of("max_body", serving.max_body),
             cors_origins=serving.cors_origin or (), is_lenient=serving.lenient,
         )  # fmt: skip
-        of_runtime = index.of_runtime(model) | {"runtime": ingested.runtime}
-        loaded = load_runtime(model, device=index.device, dtype=ingested.dtype, **of_runtime)
+        loaded = load_runtime(model, **self._of_runtime(ingested))
         # equal parts, so that no namespace affects the times of another
         n_parts = len({tenant.namespace for tenant in keys.tenants})
         of_engines["hot_bytes"] = loaded.hot_budget(of_engines.get("hot_bytes")) // n_parts

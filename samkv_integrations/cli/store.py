@@ -82,11 +82,15 @@ def _prefix(named: str) -> str:
 
 
 def sync(index: Index, what: Synced, as_json: args.Json = False) -> None:
-    """Bring caches into line with the records: build missing ones, delete unused ones."""
+    """Bring caches into line with the records: build missing ones, delete unused ones.
+
+    Evicted caches are built again if there is room. With --model, caches of that model are built.
+    """
     names = list(dict.fromkeys(what.collections or ())) or index.database.names()
     if not names:
         raise EmptyInput(f"{index.database} holds no collection; ingest documents first")
-    links = index.links(names)
+    # without --model a wrong one would compute everything again
+    links = index.links(names, must_have_caches=index.model is None)
     # unused caches belong to no collection: prune once, after the last one
     done = [
         link.sync(prune=link is links[-1], grace_s=what.grace_s, progress=True) for link in links

@@ -101,12 +101,12 @@ def tune(
     }
     measurer = Measurer(engine, settings, max_new_tokens=most, chat=in_chat)
     run = Run(measurer.compare, lose=lose, minutes=tuning.minutes)
-    typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
-    if engine.store.note(engine.model.costs_name) is None:  # `auto` decides by the costs of passes
-        engine.calibrate()
     retrieved = with_documents(
         link, asked, top_k=retrieval.top_k, max_new_tokens=most, chat=in_chat
     )
+    typer.echo(f"Asking every setting, for up to {tuning.minutes:g} minutes ...", err=True)
+    if engine.store.note(engine.model.costs_name) is None:  # `auto` decides by the costs of passes
+        engine.calibrate()
     result = run.tune([*settings], retrieved.questions)
     full = Setting(method=FULL, store_bits=engine.store_bits)
     setting = full if result.chosen is None else settings[result.chosen.label]

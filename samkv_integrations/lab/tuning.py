@@ -160,7 +160,7 @@ def with_documents(
             f"of {len(asked)} questions {len(found)} can be asked, and {LEAST_QUESTIONS} are "
             f"needed; {too_long} are too long for the context window, {uncached} have chunks "
             "without a cache; give more questions, retrieve fewer chunks with --top-k, or run "
-            "'samkv store sync'"
+            "'samkv store sync' (and before it 'samkv store budget', if caches were evicted)"
         )
     return Retrieved(questions=found, too_long=too_long, uncached=uncached)
 

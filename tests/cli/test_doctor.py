@@ -41,3 +41,12 @@ def test_the_doctor_keeps_what_passes_cost_where_ask_looks(town: Path) -> None:
     torch.set_num_threads(2)
     ran("ingest", str(town), "--dir", "kept")
     assert ChunkStore(Path("kept/kv")).note(name_of(load_model("builtin"))) is not None
+
+
+def test_the_model_is_that_of_the_folder(town: Path, tiny: str) -> None:
+    ran("ingest", str(town), "--collection", "town", "--model", tiny, "--dtype", "float32")
+    told = " ".join(ran("doctor", "--dir", ".samkv").split())
+    assert f"{Path(tiny).resolve()} in float32 on cpu" in told
+    assert "builtin in bfloat16" in ran(
+        "doctor", "--dir", ".samkv", "--model", "builtin", "--dtype", "bfloat16"
+    )

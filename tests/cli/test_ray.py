@@ -71,6 +71,11 @@ def test_without_ray_serve_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
         ({"lenient": "yes"}, "lenient: 'yes'; give true or false"),
         ({"max-batch": True}, "Invalid value for '--max-batch'"),
         ({"method": "reus"}, "did you mean 'reuse'?"),
+        ({"method": None}, "method: null is no value"),
+        ({"help": True}, "No such option: --help"),
+        ({"n-threads": -1}, "--n-threads=-1; it must be at least 1"),
+        ({"n-ctx": 4096, "dtype": "float32"}, "--n-ctx=4096 is no option of transformers"),
+        ({"use-mmap": False, "dtype": "float32"}, "--use-mmap=False is no option of transformers"),
         ({}, "--dtype=auto may choose another dtype in each replica"),
         ({"timeout": 0}, "--timeout=0.0"),
         ({"model": "/nowhere"}, "/nowhere does not exist"),
@@ -88,13 +93,16 @@ def test_what_is_refused_before_a_replica_begins(
 def test_names_are_those_of_samkv_serve(ray_module: Any) -> None:
     given = {
         "cors-origin": ["http://a", "http://b"], "lenient": True, "log-prompts": False,
-        "max-kv": "1GB", "n-threads": 2, "dtype": "float32", "model": "builtin", "use-mmap": False,
+        "max-kv": "1GB", "n-threads": 2, "dtype": "float32", "model": "builtin",
+        "embedding": "chroma",
     }  # fmt: skip
+    for name in ("builtin", "chroma"):  # which are names, and no paths
+        Path(name).mkdir()
     options, keys = ray_module.parsed(given)
     assert not keys
     assert options.serving.cors_origin == ["http://a", "http://b"]
     assert options.serving.lenient and not options.serving.log_prompts
-    assert options.index.use_mmap is False
+    assert (options.index.model, options.embedded.embedding) == ("builtin", "chroma")
     assert (options.serving.max_kv, options.index.n_threads) == ("1GB", 2)
     with pytest.raises(InvalidOption, match="--colection"):
         ray_module.parsed({"colection": "a"})

@@ -171,3 +171,13 @@ class TestBudget:
         (row,) = rows_of("store", "sync", "--model", tiny, "--dir", "other")
         assert row["n_evicted"] > 0 == row["n_cached"]
         assert "such as 20GB" in error_of("ingest", str(town), *args, "all")
+
+
+def test_sync_caches_for_another_model_that_is_given(town: Path) -> None:
+    ran("ingest", str(town), "--collection", "town", "--dtype", "float32")
+    assert "holds no cache of the loaded model" in error_of("store", "sync", "--dtype", "bfloat16")
+    other = ("--model", "builtin", "--dtype", "bfloat16")
+    (row,) = rows_of("store", "sync", *other)
+    assert row["n_cached"] == row["n_records"] > 0
+    kept = {each["dtype"]: each["chunks"] for each in rows_of("store", "stats")}
+    assert kept == {"float32": row["n_records"], "bfloat16": row["n_records"]}

@@ -96,6 +96,8 @@ def test_reports_name_what_auto_chose(n_parameters: int, setting: str, ran: str)
 def test_what_needs_tensors_is_refused(engine: Engine, options: Any) -> None:
     with pytest.raises(InvalidOption, match="needs the transformers runtime"):
         engine.generate(PROMPT, **options)
+    with pytest.raises(InvalidOption, match="needs the transformers runtime"):
+        Engine(engine.model, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in names_by_tokens()])
