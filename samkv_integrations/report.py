@@ -23,7 +23,8 @@ class Report:
 
     method, eviction: names; None without eviction. ran: what the engine did: the method's own name,
         of ``auto`` the method that it chose, ``samkv-guided`` or ``epic``; ``recompute`` if it
-        computed the whole prompt, ``prefix`` if all but the cached prefix.
+        used no cache of a chunk, ``prefix`` if it computed all but the cached prefix. A cached
+        prefix is not computed in either case.
     prompt_tokens: of the whole prompt. context_tokens: the tokens of chunks, in runs of at least
         16. All others are computed as text.
     prefix_tokens: the cached prefix: first tokens whose entries were in memory, from an earlier

@@ -63,7 +63,9 @@ def ask(
         )
         found.append({"question": asking.question, "sources": sources, **answer_row(answer)})
     rows, names = with_ratios(found), tables.sources_table(sources, texts)
-    one: tuple[Table | str, ...] = (rows[0]["answer"], names, str(answer.report))
+    cut = f"\n(cut after {most} tokens, see --max-new-tokens)"
+    text = rows[0]["answer"] + cut * (answer.finish_reason == "length")
+    one: tuple[Table | str, ...] = (text, names, str(answer.report))
     shown = (tables.comparison_table(rows), names) if is_compared else one
     tables.report("ask", engine.model.name, rows, *shown, as_json=as_json)
 

@@ -129,7 +129,8 @@ def _read(
     index = replace(index, **asdict(given.checked(keys)))
     kind = runtime_for(str(index.model), index.runtime)
     if not kind.is_installed():
-        raise MissingExtra.of(kind.name, kind.name.replace("_", "-"))
+        extra = kind.name.replace("_", "-")
+        raise MissingExtra.of(kind.name, extra)
     if index.dtype == "auto" and "dtype" in kind.options:
         raise InvalidOption(
             Given("dtype", "auto"),

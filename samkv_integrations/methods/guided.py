@@ -69,8 +69,9 @@ LARGE = 10**9
 class AutoRecompute(Recompute):
     """`GuidedRecompute` with the numbers of tokens that suit the model's size.
 
-    Models of `LARGE` parameters or more: the first 4 tokens of each chunk, and no segments. All
-    others: the defaults of `GuidedRecompute`. A number that is not None counts for every model.
+    Models of `LARGE` parameters or more: the first 4 tokens of each chunk, and segments for later
+    questions of a conversation only. All others: the defaults of `GuidedRecompute`. A number that
+    is not None counts for every model.
     """
 
     first: int | None = None
@@ -138,7 +139,7 @@ SAMKV_GUIDED = Method(
 )  # fmt: skip
 AUTO = replace(
     SAMKV_GUIDED, name="auto", else_way="samkv-guided", recompute=AutoRecompute(),
-    summary="samkv-guided, or full prefill where that is faster; models of a billion parameters "
-    "or more recompute only the first 4 tokens of each chunk",
+    summary="samkv-guided, or full prefill where that is faster; with models of a billion "
+    "parameters or more only the first 4 tokens of each chunk are recomputed at first",
 )  # fmt: skip
 """The default. The reason is measured: docs/results/right_answers.md."""
