@@ -70,6 +70,8 @@ def by_question(
 def by_vector(records: Records, vector: Sequence[float], k: int) -> list[Retrieved]:
     """The ``k`` records nearest to ``vector``; see `ChromaLink.query`."""
     _check_count(k)
+    if not len(vector):
+        raise InvalidOption("the vector is empty; give the embedding of the question")
     _require_records(records)
     rows = _nearest(records, vector, k)
     if without_text := [id_ for id_, text, *_ in rows if text is None]:

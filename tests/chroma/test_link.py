@@ -123,6 +123,12 @@ class TestQuery:
             distances = [hit.distance for hit in found]
             assert len(found) == 3 and distances == sorted(distances)
 
+    @pytest.mark.parametrize("vector", [[], [1.0], ["a"]])
+    def test_what_is_no_vector_of_the_collection(self, link: ChromaLink, vector: Any) -> None:
+        link.add(IDS[:1], TEXTS[:1], [VECTOR])
+        with pytest.raises(InvalidOption):
+            link.query(vector, 3)
+
 
 def test_what_another_process_deletes_is_left_out(
     link: ChromaLink, embedding: HashingEmbedding, tmp_path: Path, caplog: pytest.LogCaptureFixture
