@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -31,8 +31,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
+@contextmanager
+def _skipped_on_llama_cpp() -> Iterator[None]:
     """On llama.cpp, a method or an eviction that it does not run has no test."""
     try:
         yield
@@ -40,6 +40,18 @@ def pytest_runtest_call() -> Iterator[None]:
         if ON_LLAMA_CPP and "needs the transformers runtime" in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with _skipped_on_llama_cpp():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with _skipped_on_llama_cpp():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
