@@ -151,6 +151,7 @@ def flag(group: type, name: str, *names: str, default: str = "") -> Any:  # noqa
 
 ModelName = Annotated[str, flag(ModelOptions, "model_name", "--model")]
 Device = Annotated[str, flag(ModelOptions, "device_map", "--device")]
+Dtype = Annotated[str, flag(ModelOptions, "dtype")]
 
 
 @dataclass(frozen=True, kw_only=True)
