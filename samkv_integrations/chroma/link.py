@@ -346,7 +346,8 @@ class ChromaLink:
             chunks.compute(missed)
             again = self._with_room([*evicted.values()])
             chunks.compute(again)
-            evicted = {key: ref for key, ref in evicted.items() if ref not in again}
+            for ref in again:
+                del evicted[ref.key]
             done["n_cached"] += len({ref.key for ref in missed}) + len(again)
         key_at = {place: ref.key for place, ref in zip(places, looked_up, strict=True)}
         linked = {

@@ -44,9 +44,11 @@ def doctor(
         folder=folder or Path(), kv_dir=kv_dir, model=model, dtype=dtype, **vars(of_runtime)
     )
     kv = index.kv if folder or kv_dir else None
-    given = Ingested(model=model or BUILTIN, runtime=index.runtime, dtype=dtype or "auto")
-    if kv is not None:
-        given = index.as_ingested(())
+    given = (
+        Ingested(model=model or BUILTIN, runtime=index.runtime, dtype=dtype or "auto")
+        if kv is None
+        else index.as_ingested(())
+    )
 
     from tqdm.auto import tqdm
 

@@ -105,9 +105,8 @@ def _flags(name: str, value: Any, option: Any) -> list[str]:  # noqa: ANN401 - o
     if None in values:
         raise InvalidOption(f"{name}: null is no value; give one, or leave the option out")
     for each in map(str, values):
-        may_be_one = each not in _PERHAPS_PATHS.get(name, (each,)) and (
-            each.startswith(".") or Path(each).exists()
-        )
+        is_name = name not in _PERHAPS_PATHS or each in _PERHAPS_PATHS[name]
+        may_be_one = not is_name and (each.startswith(".") or Path(each).exists())
         if (may_be_one or name in _PATHS) and not Path(each).is_absolute():
             raise InvalidOption(
                 f"{name}: {each!r} is relative, and Ray runs replicas in folders of its own; give "
